@@ -142,19 +142,21 @@ class OfflinePlanner:
         """Bytes that all devices together store at least."""
         return least_stored(MemoryModel(self._with_least_stored(self.single)))
 
-    def at_least(self, mesh: Mesh) -> float:
+    def at_least(self, mesh: Mesh, microbatches: int | None = None) -> float:
         """Return the least seconds of a step: all devices compute all the time, but for the bubble of a pipeline.
 
         Its last rank waits for the first micro-batch, whose forward is a third of its work, through the stages before.
+        Without a number of micro-batches there are as many as leave each device of a stage a sample.
         """
         own = self.least_computing / mesh.num_devices
         axis = self.request.pipeline.axis
         if axis is None or axis not in mesh.axes:
             return own
         num_ranks = mesh.size(axis)
-        most = self.request.microbatches or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
+        count = microbatches or self.request.microbatches
+        count = count or most_microbatches(self.samples(stage_mesh(mesh, axis)), mesh, axis)
         chunks = self.request.pipeline.stages_per_rank or max(len(self.blocks) // num_ranks, 1)
-        return own * (1 + (num_ranks - 1) / (3 * chunks * most))
+        return own * (1 + (num_ranks - 1) / (3 * chunks * count))
 
     @functools.cached_property
     def least_computing(self) -> float:

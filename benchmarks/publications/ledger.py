@@ -70,7 +70,7 @@ class Ledger:
             candidates = context.space.decisions[number].candidates
             if candidates.call is not None and candidates.op is not None and candidates.bound is not None:
                 strategy = candidates.strategies[context.choices[number]]
-                work = Work.of(candidates.call, candidates.op, candidates.bound)
+                work = Work.of(candidates.call, candidates.op, candidates.bound, hardware)
                 self.computed[name] = strategy, work, computing_seconds(strategy, work, self.mesh, hardware)
 
     def passes(self, hardware: Hardware) -> Passes:

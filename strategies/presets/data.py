@@ -28,7 +28,7 @@ def data_parallel() -> Parts:
 
     On any model, over an outer axis n and an inner one m:
 
-        all_reduce/n_m = P + 16
+        all_reduce/n_m = P + 12
     """
     return Parts()
 
@@ -51,7 +51,7 @@ def zero2() -> Parts:
 
         all_gather/n_m = P
         reduce_scatter/n_m = P
-        all_reduce/n_m = 16
+        all_reduce/n_m = 12
     """
     return Parts(storage=Storage(regather=False))
 
@@ -83,7 +83,7 @@ def zero3() -> Parts:
 
         all_gather/n_m = 2·P - U
         reduce_scatter/n_m = P
-        all_reduce/n_m = 16
+        all_reduce/n_m = 12
     """
     return Parts(storage=Storage(regather=True))
 
@@ -96,6 +96,6 @@ def hsdp() -> Parts:
         all_reduce/r = P/s
         all_gather/s = 2·P - U
         reduce_scatter/s = P
-        all_reduce/r_s = 16
+        all_reduce/r_s = 12
     """
     return Parts(storage=Storage(regather=True, replicas=True))

@@ -36,7 +36,7 @@ def expert_data() -> Parts:
     Over an axis e of experts and an axis d of the batch alone:
 
         all_to_all/e = 4·L·M/(d·e) + 8·L·E
-        all_reduce/d_e = P - X + 16
+        all_reduce/d_e = P - X + 12
         all_reduce/d = X/e
     """
     return Parts(experts="exchanged")
@@ -51,7 +51,7 @@ def expert_model() -> Parts:
 
         all_to_all/e = 4·L·M/e + 8·L·E
         all_reduce/t = (3·L + 2)·A/e + L·(A + G)/e + 3·R/e
-        all_reduce/e = (P - N - X - Q)/t + N + Q + 16
+        all_reduce/e = (P - N - X - Q)/t + N + Q + 12
     """
     return Parts(tensor=Columns(), experts="exchanged", left=False)
 
@@ -63,7 +63,7 @@ def expert_data_model() -> Parts:
 
         all_to_all/e = 4·L·M/(d·e) + 8·L·E
         all_reduce/t = (3·L + 2)·A/(d·e) + L·(A + G)/(d·e) + 3·R/(d·e)
-        all_reduce/d_e = (P - N - X - Q)/t + N + Q + 16
+        all_reduce/d_e = (P - N - X - Q)/t + N + Q + 12
         all_reduce/d = X/(e·t)
     """
     return Parts(tensor=Columns(), experts="exchanged", left=True)
@@ -79,7 +79,7 @@ def expert_folded() -> Parts:
         all_to_all/d_t = 4·L·M/(d·t) + 8·L·E
         all_gather/t = L·(2·A + G)/d
         all_reduce/t = (2·L + 2)·A/d + 3·R/d
-        all_reduce/d = (P - N - X - Q)/t + N + Q + 16
+        all_reduce/d = (P - N - X - Q)/t + N + Q + 12
     """
     return Parts(tensor=Columns(), experts="folded")
 

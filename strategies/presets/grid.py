@@ -22,7 +22,7 @@ def tensor_2d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annota
 
         all_gather/r = (2·(P - N) - T)/c
         reduce_scatter/r = (P - N)/c
-        all_reduce/r = N/c + 16
+        all_reduce/r = N/c + 12
         all_gather/c = (L·(3·A + F) + A)/r
         reduce_scatter/c = (L·(3·A + F) + A)/r
         all_reduce/c = 2·(2·L + 1)·R/r + 3·R/r
@@ -37,7 +37,7 @@ def tensor_2_5d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Anno
     Over an axis z of grids, and the rows r and columns c of each:
 
         all_reduce/z = (P - N)/(r·c)
-        all_reduce/z_r = N/c + 16
+        all_reduce/z_r = N/c + 12
         all_gather/r = (2·(P - N) - T)/c
         reduce_scatter/r = (P - N)/c
         all_gather/c = (L·(3·A + F) + A)/(z·r)
@@ -57,7 +57,7 @@ def tensor_3d(program: Program, mesh: Mesh, strict: bool = True) -> tuple[Annota
 
         all_gather/s = W/(i·o) + T/i
         reduce_scatter/s = W/(i·o) + T/i
-        all_reduce/s_i = 16
+        all_reduce/s_i = 12
         all_reduce/s_o = N/i
         all_gather/i = (2·L·(A + K) + 3·L·F + V)/(s·o)
         reduce_scatter/i = (2·L·(A + K) + 3·L·F + V)/(s·o)

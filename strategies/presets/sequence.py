@@ -27,7 +27,7 @@ def ulysses() -> Parts:
     Over an axis c of positions and an axis d of the batch; parameters are whole:
 
         all_to_all/c = 4·L·(A + K)/(c·d)
-        all_reduce/d_c = P + 16
+        all_reduce/d_c = P + 12
 
     Where heads of keys and values do not divide over c, those of queries are split alone. Keys and values are gathered
     then, as by `gather_kv`, and the all-to-all is of 4·L·A/(c·d).
@@ -42,7 +42,7 @@ def gather_kv() -> Parts:
 
         all_gather/c = 2·L·K/d
         reduce_scatter/c = 2·L·K/d
-        all_reduce/d_c = P + 16
+        all_reduce/d_c = P + 12
     """
     return Parts(positions=(Positions(QUERIES),))
 
@@ -55,7 +55,7 @@ def ring() -> Parts:
     their gradients as often, in float32. Over an axis c of positions and an axis d of the batch; less under a window:
 
         permute/c = 6·L·K·(c-1)/(c·d)
-        all_reduce/d_c = P + 16
+        all_reduce/d_c = P + 12
     """
     return Parts(positions=(Positions(RING),))
 
@@ -69,7 +69,7 @@ def ring_self_attention() -> Parts:
 
         permute/c = 4·L·K·(c-1)/(c·d)
         reduce_scatter/c = 2·L·K/d
-        all_reduce/d_c = P + 16
+        all_reduce/d_c = P + 12
     """
     return Parts(positions=(Positions(WHOLE_ROWS),))
 
@@ -83,7 +83,7 @@ def usp() -> Parts:
 
         all_to_all/u = 4·L·(A + K)/(c·d·u)
         permute/c = 6·L·K·(c-1)/(c·d·u)
-        all_reduce/d_c_u = P + 16
+        all_reduce/d_c_u = P + 12
     """
     return Parts(
         positions=(

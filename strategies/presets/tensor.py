@@ -23,7 +23,7 @@ def megatron() -> Parts:
     joins three numbers a token. Over an axis t of columns and rows and an axis d of the batch:
 
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
-        all_reduce/d = (P - N)/t + N + 16
+        all_reduce/d = (P - N)/t + N + 12
 
     In a forward alone what puts out results themselves, as the head of generation, is a column, too, and gathered.
 
@@ -44,7 +44,7 @@ def fsdp_megatron() -> Parts:
         all_reduce/t = (4·L + 2)·A/d + 3·R/d
         all_gather/d = (2·(P - N) - T)/t + 2·N
         reduce_scatter/d = (P - N)/t + N
-        all_reduce/d = 16
+        all_reduce/d = 12
     """
     return Parts(tensor=Columns(), storage=Storage(regather=True))
 
@@ -59,7 +59,7 @@ def megatron_sequence() -> Parts:
         reduce_scatter/t = (4·L + 2)·A/d
         all_reduce/d_t = N
         all_reduce/t = 3·R/d
-        all_reduce/d = (P - N)/t + 16
+        all_reduce/d = (P - N)/t + 12
     """
     return Parts(tensor=Columns("sequence"))
 
@@ -76,7 +76,7 @@ def async_tensor_parallel() -> Parts:
         reduce_scatter/t = (4·L + 2)·A/d
         all_reduce/d_t = N
         all_reduce/t = 3·R/d
-        all_reduce/d = (P - N)/t + 16
+        all_reduce/d = (P - N)/t + 12
     """
     return Parts(tensor=Columns("sequence", NAME))
 
@@ -92,7 +92,7 @@ def megatron_regather() -> Parts:
         reduce_scatter/t = (4·L + 2)·A/d
         all_reduce/d_t = N
         all_reduce/t = 3·R/d
-        all_reduce/d = (P - N)/t + 16
+        all_reduce/d = (P - N)/t + 12
     """
     return Parts(tensor=Columns("sequence", AGAIN))
 

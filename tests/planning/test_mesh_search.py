@@ -306,7 +306,9 @@ def test_the_bound_of_a_pipeline_counts_as_many_micro_batches_as_its_plan_may_ha
     mesh = Mesh({"pp": 2, "dp": 4}, SLOW_DEVICES.name)
     assert planner.in_stages(mesh, "pp").microbatches > 1
     own = planner.at_least(Mesh({"dp": 8}, SLOW_DEVICES.name))
-    assert planner.at_least(mesh) == pytest.approx(own * (1 + 1 / (3 * (len(planner.blocks) // 2) * 6)))
+    of_one = own / (3 * (len(planner.blocks) // 2))
+    assert planner.at_least(mesh) == pytest.approx(own + of_one / 6)
+    assert [planner.at_least(mesh, count) for count in (1, 3)] == pytest.approx([own + of_one, own + of_one / 3])
 
 
 def test_a_mesh_that_is_no_simpler_has_to_gain_more_than_equal_plans_differ_by() -> None:

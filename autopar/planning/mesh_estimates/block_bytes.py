@@ -4,6 +4,7 @@ stored       parameters, optimizer state, and weights that are resident as they 
 gradients    as they are added up
 reduced      the same as they are stored, at the end of a step
 saved        for the backward of one micro-batch
+arriving     of these what comes from blocks before: a stage that begins with the block has it among what it receives
 transient    in addition, at the fullest moment of the block, what it saves itself included
 
 A stage of blocks i .. j with f micro-batches in flight takes, while block b runs backward,
@@ -64,11 +65,15 @@ def bytes_of_blocks(
     calls = len(memory.lifetimes.calls)
     moments = PlanMoments(memory, choices, modes)
     at_place = np.array([homes[number] if homes[number] is not None else 0 for number in memory.lifetimes.calls])
-    found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "transient")}
+    found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "arriving", "transient")}
+    of_mode = memory.lifetimes.modes_by_number(modes)
     for part in parts_of(memory):
+        at, source = tuple(choices[end] for end in part.ends), homes[part.ends[0]]
         if part.role in LASTING:
-            home = homes[part.ends[-1]] or 0
-            found[LASTING[part.role]][home] += float(part.modes[0][tuple(choices[end] for end in part.ends)])
+            found[LASTING[part.role]][homes[part.ends[-1]] or 0] += float(part.modes[0][at])
+        elif part.role is Role.SAVED and part.modes and part.used < calls and source is not None:
+            num_bytes = float(part.modes[min(of_mode[part.of], len(part.modes) - 1)][at])
+            found["arriving"][at_place[part.used]] += num_bytes * bool(source < at_place[part.used])
     np.add.at(found["saved"], at_place, moments.of(Role.SAVED)[:calls])
     phase = Phase(0, first=not memory.microbatches.several)
     totals = moments.totals(phase).max(axis=0)

@@ -3,6 +3,8 @@
 seconds   a block begins where the one before it ends, in the simulated micro-batch and in the simulated step; streams
           that are busier with the weights of a block than computing is set the pace: what they are late by grows from
           layer to layer, which a few layers do not show
+host      launches the blocks of a stage one after another and waits for none: its lead from one block is spent in
+          another, so that a stage takes what its devices or its host take for all of its blocks, whichever is more
 ends      the first block of a stage waits for its weights, which no block before it lets be on their way, and its
           backward for the last gradients; so does the backward of the last block for weights that are gathered again.
           What a block takes more where it is simulated alone is added to stages that begin or end with it
@@ -25,14 +27,22 @@ from autopar.costs.timeline.simulation import behind_another, simulate
 from autopar.costs.timeline.values import COMPUTE, Task, Timeline
 from autopar.planning.mesh_estimates.block_bytes import StageBytes, bytes_of_blocks
 from autopar.planning.mesh_estimates.shortened import Shortened
-from autopar.planning.pipeline.block_costs import PlannedWhole, block_of_decisions, boundary_bytes, crossings
+from autopar.planning.pipeline.block_costs import (
+    FORWARD,
+    OPTIMIZER,
+    PlannedWhole,
+    block_of_decisions,
+    boundary_bytes,
+    crossings,
+    launching_of_blocks,
+    paced,
+    spans_of_blocks,
+)
 from autopar.planning.pipeline.stage_seconds import weight_seconds_by_decision
 from autopar.planning.pipeline.stages.blocks import Block
 from autopar.planning.step_seconds import parts_by_decision, reductions_by_decision
 
 Floats = NDArray[np.float64]
-FORWARD = "forward"
-OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +52,8 @@ class BlockUse:
     forward: Floats
     """Seconds of each block's forward for one micro-batch."""
     backward: Floats
+    launching: Floats
+    """Seconds in which a host launches each block's forward, and its backward: [2, block]."""
     weights: Floats
     """Seconds of a backward in which calls compute gradients of weights."""
     entering: Floats
@@ -74,6 +86,7 @@ class BlockUse:
     gradients: Floats
     reduced: Floats
     saved: Floats
+    arriving: Floats
     transient: Floats
     sent: Floats
     """Bytes that cross the beginning of each block."""
@@ -95,8 +108,14 @@ class BlockUse:
         return float(self.step.sum()) + self.rest
 
     @property
+    def busy(self) -> Floats:
+        """Seconds for which a micro-batch keeps devices and hosts busy: [2, block]."""
+        return np.array([self.forward + self.backward, self.launching.sum(axis=0)])
+
+    @property
     def microbatch_seconds(self) -> float:
-        return float(self.forward.sum() + self.backward.sum()) + self.rest_of_each
+        devices, hosts = map(float, self.busy.sum(axis=1))
+        return max(devices + self.rest_of_each, hosts)
 
     def stages(self, starts: Sequence[int] | NDArray[np.intp]) -> StageBytes:
         """Return the bytes of stages that begin with these blocks."""
@@ -111,9 +130,14 @@ class BlockUse:
             running = np.maximum.reduceat(fullest, starts) - ahead[first]
         else:  # gradients of the blocks behind are there
             running = np.maximum.reduceat(fullest - made, starts) - ahead[first] + made[last]
-        gradients = total(self.gradients)
+        gradients, received = total(self.gradients), self.arriving[first]
         return StageBytes(
-            total(self.stored), gradients, gradients + total(self.reduced), total(self.saved), running, self.accumulates
+            stored=total(self.stored),
+            gradients=gradients,
+            ending=gradients + total(self.reduced),
+            saved=total(self.saved) - received,
+            running=running - received,
+            accumulates=self.accumulates,
         )
 
 
@@ -137,7 +161,8 @@ def block_use(
             reduced_alone[home] += reducing
             weights[home] += computing
     seconds = _Seconds(memory, choices, homes, short)
-    tasks = microbatch_tasks(memory, choices, modes)
+    launched = microbatch_tasks(memory, choices, modes)
+    tasks = [replace(task, launch=0.0) for task in launched]
     each = seconds.of(tasks)
     entering, turning, leaving = seconds.at_ends(tasks, each)
     last = last_microbatch_tasks(memory, choices, modes)
@@ -156,6 +181,7 @@ def block_use(
     return BlockUse(
         forward=each.forward[at],
         backward=each.backward[at],
+        launching=seconds.launching(launched)[:, at],
         weights=np.minimum(weights, each.backward)[at],
         entering=entering[at],
         turning=turning[at],
@@ -208,22 +234,13 @@ class _Seconds:
     def of(self, tasks: Sequence[Task]) -> _Spans:
         """Simulate the tasks, and return what each block takes."""
         found = simulate(tasks, self.share)
-        forward_ends, backward_ends = np.zeros(self.count), np.zeros(self.count)
+        forward, backward = spans_of_blocks(found.events, self.home, self.count)
         optimizer = np.zeros(self.count)
         for event in found.events:
-            home, task = self.home.get(event.task.row), event.task
-            if home is None or task.weights or task.overlapped:
-                continue
-            if task.phase == OPTIMIZER:
+            home = self.home.get(event.task.row)
+            if home is not None and event.task.phase == OPTIMIZER and not event.task.weights:
                 optimizer[home] += event.end - event.start
-            else:
-                ends = forward_ends if task.phase == FORWARD else backward_ends
-                ends[home] = max(ends[home], event.end)
-        forward = np.diff(np.maximum.accumulate(forward_ends), prepend=0.0)
-        turn = forward_ends.max(initial=0.0)
-        behind = np.maximum.accumulate(np.maximum(backward_ends[::-1], turn))
-        backward = np.diff(behind, prepend=turn)[::-1]
-        rest = max(found.seconds - behind.max(initial=turn) - optimizer.sum(), 0.0)
+        rest = max(found.seconds - forward.sum() - backward.sum() - optimizer.sum(), 0.0)
         return _Spans(*self._paced(found, forward, backward), optimizer, rest)
 
     def at_ends(self, tasks: Sequence[Task], each: _Spans) -> tuple[Floats, Floats, Floats]:
@@ -300,21 +317,19 @@ class _Seconds:
         Nor are they below those of the host, whose lead from the forward is left in the backward.
         """
         busy: dict[tuple[bool, str], Floats] = defaultdict(lambda: np.zeros(self.count))
-        launched = np.zeros((2, self.count))
         for event in found.events:
             home, task = self.home.get(event.task.row), event.task
-            if home is None or task.phase == OPTIMIZER:
-                continue
-            launched[int(task.phase != FORWARD), home] += task.launch
-            if task.weights:
+            if home is not None and task.weights and task.phase != OPTIMIZER:
                 busy[task.phase == FORWARD, task.stream][home] += task.seconds
         for (is_forward, stream), each in busy.items():
             assert stream != COMPUTE, "weights move on streams of their own"
             spans = forward if is_forward else backward
             np.copyto(spans, np.maximum(spans, each), where=self.repeated)
-        np.copyto(forward, np.maximum(forward, launched[0]), where=self.repeated)
-        np.copyto(backward, np.maximum(backward, launched.sum(axis=0) - forward), where=self.repeated)
-        return forward, backward
+        return paced(forward, backward, self.launching([each.task for each in found.events]) * self.repeated)
+
+    def launching(self, tasks: Sequence[Task]) -> Floats:
+        """Return the seconds in which a host launches each block's forward, and its backward: [2, block]."""
+        return launching_of_blocks(tasks, self.home, self.count)
 
 
 def _shares(seconds: Floats) -> Floats:

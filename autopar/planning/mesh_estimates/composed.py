@@ -1,7 +1,8 @@
 """A step composed of what blocks take: on one stage, or cut into the stages of a pipeline, within a memory limit.
 
 Stages are cut so that the slowest takes least. A step takes what `planning.pipeline.stages.cuts` says of a schedule's
-kind; a schedule that makes the gradients of weights apart fills a part of the bubble with them. Memory is that of every
+kind; a schedule that makes the gradients of weights apart fills a part of the bubble with them: ZB-H1 leaves
+(p - 1)(F + I - W) of (p - 1)(F + I + W) on p ranks (Qi et al., ICLR 2024, section 2.3). Memory is that of every
 rank with the micro-batches in flight of its stages. If the fastest plan of a rank's blocks does not fit, the smallest
 share of them that makes it fit follows another plan.
 """
@@ -20,14 +21,13 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.errors import PipelineError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.mesh_estimates.block_use import BlockUse, Floats
+from autopar.planning.pipeline.block_costs import paced
 from autopar.planning.pipeline.schedules.choice import SEVERAL_STAGES
 from autopar.planning.pipeline.schedules.schedule import NAMES, Schedule
 from autopar.planning.pipeline.schedules.simulation import StageSeconds, simulate
 
-FILLED = {"interleaved_zero_bubble": 1 / 3, "zbv": 1 / 2, "dualpipev": 1 / 2}
-"""Schedule → the share of the bubble that is left where gradients of weights fill it, of equal thirds of the work."""
-
-
+FILLING = {"interleaved_zero_bubble": 2.0, "zbv": 1.25, "dualpipev": 1.75}
+"""Schedule → share of the bubble that is filled, relative to the share of the work that makes gradients of weights."""
 MOST_SIMULATED = 2048
 """Stages times stages of a rank times micro-batches of a schedule that is simulated: PyTorch takes seconds to lay out
 larger ones."""
@@ -38,7 +38,7 @@ SIMULATED = 4
 SIMPLER = 5e-3
 """Relative to the step: of schedules that differ by less, that of the fewest stages is taken."""
 TIMES = ("forward", "backward", "weights", "once", "reductions", "slowing")
-ROOM = 0.92
+ROOM = 0.97
 """Share of the memory limit within which stages are composed.
 
 The rest is a margin: the search cuts only between blocks, and the other stages of a rank keep their memory.
@@ -134,7 +134,7 @@ class InStages:
         """Return the first block of every stage, which is that of the first plan, and the seconds of its message."""
         number = staged.schedule.num_stages
         if number not in self._cuts:
-            self._cuts[number] = np.array(even_cuts(use.forward + use.backward, number), dtype=np.intp)
+            self._cuts[number] = np.array(even_cuts(use.busy, number), dtype=np.intp)
         starts = self._cuts[number]
         sizes = [math.ceil(use.sent[first]) for first in starts[1:]]
         each = {size: message_seconds(size, self.mesh, self.axis, self.hardware) for size in {*sizes} if size}
@@ -188,6 +188,7 @@ class Staged:
         sizes = np.diff(starts, append=len(use.forward))
         forward += use.entering[starts]
         backward += use.turning[starts + sizes - 1] + use.leaving[starts]
+        forward, backward = paced(forward, backward, np.add.reduceat(use.launching, starts, axis=1))
         num_bytes = self._rank_bytes(use, starts) if counted else np.zeros(len(self.ranks))
         return Part(forward, backward, weights, once, reductions, slowing, sending, num_bytes, sizes)
 
@@ -218,7 +219,8 @@ class Staged:
         behind = reductions - np.minimum(reductions, overlapped * (1 - 1 / blocks) + slowing)
         ending = latest[self.ranks].sum(axis=1) + self._reducing(reductions, behind, back)
         slowed = slowing[self.ranks].sum(axis=1).max() if self.schedule.halves_backwards else slowing.sum()
-        total = _step(self.schedule, there + back, 2 * sending) + slowed + ending.max()
+        filled = FILLING.get(self.schedule.name, 0.0) * of_weights.sum() / (there + back).sum()
+        total = _step(self.schedule, there + back, 2 * sending, filled) + slowed + ending.max()
         timed = tuple(
             StageSeconds(
                 *map(float, (f, b - w, w, sent, received, o, slow)), reducing=float(left), reductions=float(each)
@@ -240,8 +242,11 @@ class Staged:
         return np.maximum(behind[self.ranks[:, 0]], others) if self.ranks.shape[1] > 1 else behind[self.ranks[:, 0]]
 
 
-def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
-    """Return the seconds of a step of stages, by the formula of its kind: `planning.pipeline.stages.cuts`."""
+def _step(schedule: Schedule, seconds: Floats, sending: Floats, filled: float) -> float:
+    """Return the seconds of a step of stages, by the formula of its kind: `planning.pipeline.stages.cuts`.
+
+    Gradients of weights fill a share of the bubble.
+    """
     count, chunks, ranks = schedule.num_microbatches, schedule.chunks, schedule.num_ranks
     paces = seconds.reshape(chunks, ranks).max(axis=1).sum()
     if chunks == 1:
@@ -252,7 +257,7 @@ def _step(schedule: Schedule, seconds: Floats, sending: Floats) -> float:
     else:
         work, bubble = seconds.sum(), (count - 1) / chunks * paces
     # Transfers overlap with other ranks' compute, except for the first micro-batch and the last.
-    return float(work + FILLED.get(schedule.name, 1.0) * bubble + sending.sum())
+    return float(work + max(1 - filled, 0.0) * bubble + sending.sum())
 
 
 def mixed(seconds: Floats, num_bytes: Floats, limit: float, sizes: Sequence[int]) -> Floats | None:
@@ -282,24 +287,31 @@ def mixed(seconds: Floats, num_bytes: Floats, limit: float, sizes: Sequence[int]
 
 
 def even_cuts(seconds: Floats, num_stages: int) -> tuple[int, ...]:
-    """Return the first block of every stage of a cut whose slowest stage takes least."""
-    count = len(seconds)
-    until = np.concatenate([[0.0], np.cumsum(seconds)])
+    """Return the first block of every stage of a cut whose slowest stage takes least.
+
+    `seconds` are those of what works in parallel, [worker, block]: a stage takes as long as the busiest.
+    """
+    count = seconds.shape[1]
+    until = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
 
     def cut(most: float) -> list[int] | None:
         starts = [0]
         for stage in range(1, num_stages + 1):
-            left = num_stages - stage
-            end = int(np.searchsorted(until, until[starts[-1]] + most * (1 + 1e-9), side="right")) - 1
-            end = min(max(end, starts[-1] + 1), count - left)
-            if until[end] - until[starts[-1]] > most * (1 + 1e-6):
+            left, begun = num_stages - stage, until[:, starts[-1]]
+            ends = (
+                int(np.searchsorted(own, first + most * (1 + 1e-9), side="right")) - 1
+                for own, first in zip(until, begun, strict=True)
+            )
+            end = min(max(min(ends), starts[-1] + 1), count - left)
+            if (until[:, end] - begun).max() > most * (1 + 1e-6):
                 return None
             if stage == num_stages:
                 return starts if end == count else None
             starts.append(end)
         return None
 
-    low, high = max(float(seconds.max()), float(until[-1]) / num_stages), float(until[-1])
+    high = float(until[:, -1].max())
+    low = max(float(seconds.max()), high / num_stages)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if cut(middle) is not None else (middle, high)

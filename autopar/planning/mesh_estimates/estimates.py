@@ -79,8 +79,8 @@ class Subject:
     """
     limit: Callable[[Mesh], float]
     """Bytes of tensors on a device of a mesh."""
-    at_least: Callable[[Mesh], float]
-    """Seconds that no step on a mesh is below."""
+    at_least: Callable[[Mesh, int], float]
+    """Seconds that no step on a mesh, of so many micro-batches, is below."""
     num_blocks: int
     keeps_batch: bool
     """True if a batch is split into micro-batches only where a pipeline needs them."""
@@ -153,7 +153,7 @@ class Estimates:
         if candidate in self.found:
             return
         least = self._best_seconds()
-        is_out = self.subject.at_least(candidate.mesh) > least
+        is_out = self.subject.at_least(*candidate) > least
         self.found[candidate] = None if is_out else self.estimate(candidate, NEAR * least)
 
     def _progress(self, waiting: int) -> str:

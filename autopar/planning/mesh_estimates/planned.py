@@ -147,7 +147,7 @@ class Planned:
     def _excluded(self, mesh: Mesh, microbatches: int) -> Contender:
         """Return a candidate that has no estimate, with the reason."""
         subject, best = self.estimates.subject, min(each.seconds for each in self.answers)
-        if (least := subject.at_least(mesh)) > best:
+        if (least := subject.at_least(mesh, microbatches)) > best:
             return Contender(mesh, microbatches, excluded="bound", reason=no_better(least))
         if (slower := self.estimates.slower_at(mesh, microbatches)) is not None:
             reason = f"clearly slower by an estimate: a step takes about {format_seconds(slower)}"

@@ -2,9 +2,9 @@
 
 The plan is that of the whole model on the devices of one stage. Its restriction to the blocks of a stage is the best
 plan of that stage, given the layouts of the tensors that the stage receives and sends. Nothing else ties stages
-together, so the seconds of a stage are the sum over its blocks. Half of a backward counts for the gradient of the
-inputs, half for that of the weights. A block takes no less than the host needs to launch its computations, which all
-plans launch alike.
+together, so the seconds of a stage are the sum over its blocks. A block takes the time from the end of the block before
+it to its own, in the simulated micro-batch. Half of a backward counts for the gradient of the inputs, half for that of
+the weights. A block takes no less than the host needs to launch its computations, which all plans launch alike.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from autopar.costs.hardware.collectives import message_seconds
@@ -22,15 +23,19 @@ from autopar.costs.hardware.profile import Hardware
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.space.space import Space, TensorEdge
 from autopar.costs.steps.step import microbatch_tasks
-from autopar.costs.timeline.values import COMPUTE
+from autopar.costs.timeline.simulation import simulate
+from autopar.costs.timeline.values import COMPUTE, Event, Task
 from autopar.ir.program.calls import source_of
 from autopar.ir.program.effects import of_weights_alone
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import I, Layout, P, R, replicated
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.pipeline.stages.blocks import Block
+from autopar.planning.pipeline.stages.cheapest_cut import Floats
 from autopar.planning.pipeline.stages.cuts import BlockCost
-from autopar.planning.step_seconds import StepSeconds, parts_by_decision
+from autopar.planning.step_seconds import parts_by_decision
+
+FORWARD, OPTIMIZER = "forward", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -56,30 +61,54 @@ class PlannedWhole:
 
 def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost, ...]:
     """Return the cost of every block. Calls that stages share are left out."""
-    space = whole.space
+    space, count = whole.space, len(blocks)
     home = block_of_decisions(space, blocks)
-    sums = [StepSeconds(0.0, 0.0, 0.0)] * len(blocks)
+    once = np.zeros(count)
     for number, parts in enumerate(parts_by_decision(whole.memory, whole.choices, whole.modes)):
-        place = home[number]
-        if place is not None:
-            sums[place] = StepSeconds(*(a + b for a, b in zip(sums[place], parts, strict=True)))
-    found = []
-    for parts, block, (there, both) in zip(sums, blocks, _launching(whole, home, len(blocks)), strict=True):
-        forward = max(parts.forward, there)
-        half = max(parts.backward, both - forward) / 2
-        found.append(BlockCost(forward, half, half, parts.once, block.name))
-    return tuple(found)
+        if (place := home[number]) is not None:
+            once[place] += parts.once
+    by_name = {each.name: place for each, place in zip(space.decisions, home, strict=True) if place is not None}
+    tasks = microbatch_tasks(whole.memory, whole.choices, whole.modes)
+    alone = simulate([replace(task, launch=0.0) for task in tasks], space.hardware.communication_share)
+    computing = [task for task in tasks if task.stream == COMPUTE]
+    spans = paced(*spans_of_blocks(alone.events, by_name, count), launching_of_blocks(computing, by_name, count))
+    costs = zip(*spans, once, blocks, strict=True)
+    return tuple(BlockCost(float(f), float(b) / 2, float(b) / 2, float(o), block.name) for f, b, o, block in costs)
 
 
-def _launching(whole: PlannedWhole, home: Sequence[int | None], count: int) -> list[tuple[float, float]]:
-    """Return the host's seconds to launch the computations of each block's forward, and of both passes."""
-    by_name = {each.name: place for each, place in zip(whole.space.decisions, home, strict=True)}
-    there, both = [0.0] * count, [0.0] * count
-    for task in microbatch_tasks(whole.memory, whole.choices, whole.modes):
-        if task.stream == COMPUTE and (place := by_name.get(task.row)) is not None:
-            there[place] += task.launch if task.phase == "forward" else 0.0
-            both[place] += task.launch
-    return list(zip(there, both, strict=True))
+def spans_of_blocks(events: Sequence[Event], home: Mapping[str, int], count: int) -> tuple[Floats, Floats]:
+    """Return the seconds of the forward and of the backward of blocks, each from the end of the block before it.
+
+    `home` is the block of each row. Weights that move and what runs overlapped are waited for by other tasks.
+    """
+    ends = np.zeros((2, count))
+    for event in events:
+        place, task = home.get(event.task.row), event.task
+        if place is not None and not (task.weights or task.overlapped) and task.phase != OPTIMIZER:
+            row = int(task.phase != FORWARD)
+            ends[row, place] = max(ends[row, place], event.end)
+    there, turn = np.maximum.accumulate(ends[0]), ends[0].max(initial=0.0)
+    back = np.maximum.accumulate(np.maximum(ends[1, ::-1], turn))
+    return np.diff(there, prepend=0.0), np.diff(back, prepend=turn)[::-1]
+
+
+def launching_of_blocks(tasks: Sequence[Task], home: Mapping[str, int], count: int) -> Floats:
+    """Return the seconds in which a host launches each block's forward, and its backward: [2, block]."""
+    found = np.zeros((2, count))
+    for task in tasks:
+        if task.phase != OPTIMIZER and (place := home.get(task.row)) is not None:
+            found[int(task.phase != FORWARD), place] += task.launch
+    return found
+
+
+def paced(forward: Floats, backward: Floats, launching: Floats) -> tuple[Floats, Floats]:
+    """Return the seconds of passes, at least those in which a host launches them: [2, block or stage].
+
+    The host's lead from the forward is left in the backward.
+    """
+    there, back = launching
+    forward = np.maximum(forward, there)
+    return forward, np.maximum(backward, there + back - forward)
 
 
 def cut_seconds(

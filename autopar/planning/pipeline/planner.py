@@ -44,7 +44,14 @@ from autopar.planning.pipeline.stage_search import TOLERANCE, StageSearch
 from autopar.planning.pipeline.stage_seconds import stage_seconds, step_parts
 from autopar.planning.pipeline.stages.cheapest_cut import Floats
 from autopar.planning.pipeline.stages.cut_search import StageCosts, best_cuts_within
-from autopar.planning.pipeline.stages.cuts import CutProblem, best_cuts, cuts_of, least_seconds, step_seconds
+from autopar.planning.pipeline.stages.cuts import (
+    CutProblem,
+    best_cuts,
+    cuts_of,
+    least_seconds,
+    step_seconds,
+    transfers,
+)
 from autopar.planning.pipeline.stages.memory_budgets import (
     Sample,
     budgets_of_least_peaks,
@@ -162,14 +169,48 @@ def _cut(planned: PlannedBlocks, deadline: float) -> _Cut:
         return free, search, best.seconds
     thought, search.budgets = estimates_in_budgets(problem, memory, sampled(search, best.starts, memory))
     try:
-        return _best_cut_within(problem, search, deadline, thought)
+        found = _best_cut_within(problem, search, deadline, thought)
+        return _better_divided(problem, (found, (free, *found[1:])), memory)
     except PipelineError:
         for starts in _cuts_to_try(problem):
             for budgets in _budgets_of_cut(search, starts, memory):
                 search.budgets = budgets
                 with suppress(PipelineError):
-                    return _best_cut_within(problem, search, deadline)
+                    found = _best_cut_within(problem, search, deadline)
+                    return _better_divided(problem, (found,), memory)
         raise
+
+
+def _better_divided(problem: CutProblem, cuts: Sequence[_Cut], memory: int) -> _Cut:
+    """Return the cut with the shortest step by known plans, where each rank divides its memory anew."""
+    found: list[tuple[float, Sequence[MemoryBudget | None], _Cut]] = []
+    moved = transfers(problem)
+    for cut in cuts:
+        starts, search, _ = cut
+        _divide_anew(search, starts, memory)
+        spans = enumerate(pairwise((*starts, len(problem.blocks))))
+        stages = [search.at_most(*span, stage) + moved[stage, *span] for stage, span in spans]
+        found.append((problem.seconds_of(stages), search.budgets, cut))
+    _, budgets, cut = min(found, key=lambda each: each[0])
+    cut[1].budgets = budgets
+    return cut
+
+
+def _divide_anew(search: StageSearch, starts: Sequence[int], memory: int) -> None:
+    """Divide the memory of each rank so that the fastest of all known plans of its stages fit together.
+
+    Budgets come from samples; the plans that were found within them may take less, and leave room for faster ones of
+    other stages.
+    """
+    spans = list(enumerate(pairwise((*starts, len(search.planned.blocks)))))
+    with suppress(TimeLimitError):
+        for stage, (first, end) in spans:
+            if search.best_searched(first, end, stage) is None:
+                search.seconds(first, end, stage)
+        known = [search.samples(first, end, stage) for stage, (first, end) in spans]
+        schedule = search.planned.request.schedule
+        if fits_together(schedule, memory, known.__getitem__):
+            search.budgets = shared_budgets(schedule, memory, known.__getitem__)
 
 
 def _budgets_of_fastest(
@@ -189,8 +230,7 @@ def _budgets_of_fastest(
             return None
         if known.made is None or known.seconds > known.least * (1 + gap):
             return None
-        runs = search.runs[stage]
-        found.append(Sample.of(known.seconds, search.holding(known, runs), runs.in_flight))
+        found.append(search.sample(known, stage))
     fits = fits_together(schedule, memory, found.__getitem__)
     return shared_budgets(schedule, memory, found.__getitem__) if fits else None
 

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from autopar.errors import TimeLimitError
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
-from autopar.planning.pipeline.stages.memory_budgets import Sample, Sampled
+from autopar.planning.pipeline.stages.memory_budgets import Sampled
 from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget
 from autopar.solver.deadline import is_over, seconds_until
 
@@ -72,6 +72,7 @@ def sampled(search: StageSearch, starts: Sequence[int], memory: int) -> list[Sam
         search.budgets = (MemoryBudget(limit, limit),) * count
         with suppress(TimeLimitError):
             alike.found.append(search.ask(*alike.span, alike.stages[int(place * (len(alike.stages) - 1))], NEAR))
+    search.roughly = NEAR
     if any(each.made and len(each.made.space.decisions) > LARGE for alike in every for each in alike.found):
         search.roughly, search.most_planned = ROUGHLY, REQUESTED
     by_stage = {stage: each for alike in every for stage, each in _samples_of(search, alike, spans)}
@@ -94,12 +95,12 @@ def _alike(search: StageSearch, spans: Sequence[tuple[int, int]]) -> list[_Alike
 def _samples_of(search: StageSearch, alike: _Alike, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Sampled]]:
     """Yield the samples of every stage of a group."""
 
-    def of(known: SearchedStage, stage: int) -> Sequence[Sample]:
-        return Sample.of(known.seconds, search.holding(known, search.runs[stage]), search.runs[stage].in_flight)
-
     ends = alike.stages[0], alike.stages[-1]
     made = [
-        pair for each in alike.found if each.made is not None for pair in product(*(of(each, stage) for stage in ends))
+        pair
+        for each in alike.found
+        if each.made is not None
+        for pair in product(*(search.sample(each, stage) for stage in ends))
     ]
     least, most = (search.runs[stage].in_flight for stage in ends)
     seconds = search.own_seconds(*alike.span)

@@ -41,6 +41,7 @@ from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.pipeline.masks import masks_of
 from autopar.planning.pipeline.planned_blocks import PlannedBlocks
 from autopar.planning.pipeline.stages.cut_search import Visited
+from autopar.planning.pipeline.stages.memory_budgets import Sample
 from autopar.planning.pipeline.stages.splitting import Splitter
 from autopar.planning.pipeline.stages.stage_bytes import MemoryBudget, StageBytes, is_at_least, stage_bytes_of
 from autopar.planning.pipeline.structure import kinds, structure
@@ -205,6 +206,16 @@ class StageSearch:
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
         return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
 
+    def sample(self, known: SearchedStage, stage: int) -> tuple[Sample, ...]:
+        """Return the seconds of known choices, and the memory that they take on a stage."""
+        runs = self.runs[stage]
+        return Sample.of(known.seconds, self.holding(known, runs), runs.in_flight)
+
+    def samples(self, first: int, end: int, stage: int) -> list[Sample]:
+        """Return the samples of all choices that are known for a stage, whatever its memory budget."""
+        known = self.by_structure[self.program(first, end)[1]]
+        return [sample for each in known if each.made is not None for sample in self.sample(each, stage)]
+
     def program(self, first: int, end: int) -> tuple[Program, int]:
         """Return the program of a stage, and the number of its structure."""
         if (first, end) not in self.programs:
@@ -303,8 +314,9 @@ class StageSearch:
             forward, backward = microbatch_seconds(memory, choices, modes)
             seconds = max(forward + backward + once, own)
             least = max((1 - share(made.answer)) * seconds, own)
-        elif (fits := self.best_searched(first, end, stage)) is not None:  # an unsuccessful search proves nothing
-            made, seconds, least = fits.made, fits.seconds, own
+        if (fits := self.best_searched(first, end, stage)) is not None and fits.seconds < seconds:
+            # An unsuccessful search proves nothing, and one that ends at a gap may miss what is known.
+            made, seconds, least = fits.made, fits.seconds, min(least, own) if made is None else least
         if before is not None and before.made is not None:
             least = max(min(least, seconds), before.least)
             if before.seconds <= seconds:

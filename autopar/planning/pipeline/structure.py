@@ -48,7 +48,7 @@ def _described(
     described: list[object] = []
     for node, place in number.items():
         there = whole.index.get(node.name, -1)
-        pinned = pins[there].tobytes() if there in pins else b""
+        pinned = pins[there].tobytes() if there in pins and not pins[there].all() else b""
         kept = str(stored.get(parameters.get(node.name, ""), ""))
         layout = str(planned.boundary(node.name)) if node.name in received else ""
         made = ("", "", "") if place < outside else _made(node, number)

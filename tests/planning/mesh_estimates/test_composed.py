@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from autopar.costs.steps.step import forward_and_backward
 from autopar.costs.timeline.values import COMPUTE, Task
 from autopar.planning.mesh_estimates.block_use import _Seconds
 from autopar.planning.mesh_estimates.composed import Part, Staged, even_cuts, in_flight, mixed, schedules_of
+from autopar.planning.pipeline.block_costs import paced
 from autopar.planning.pipeline.schedules.schedule import Schedule
+from autopar.planning.pipeline.schedules.simulation import simulate
+
+BLOCKS = (("layer", 1.0, 3.0), ("layer2", 1.0, 3.0), ("head", 4.0, 1.0))
+"""Name of a block, seconds of its computing, and of its launches."""
+HOSTS = [(0, 0, 0, 0, 0, 0), (2, 2, 2, 2, 2, 0)]
 
 
 @pytest.mark.parametrize("seconds", [(1, 1, 1, 1, 1, 1), (5, 1, 1, 1, 1, 3), (1, 2, 3, 4, 5, 6), (9, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("hosts", HOSTS, ids=["devices", "hosts"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
-def test_the_slowest_stage_of_an_even_cut_takes_least_of_all_cuts(seconds: tuple[int, ...], num_stages: int) -> None:
+def test_the_slowest_stage_of_an_even_cut_takes_least_of_all_cuts(
+    seconds: tuple[int, ...], hosts: tuple[int, ...], num_stages: int
+) -> None:
     def slowest(starts: tuple[int, ...]) -> int:
         ends = (*starts[1:], len(seconds))
-        return max(sum(seconds[a:b]) for a, b in zip(starts, ends, strict=True))
+        return max(sum(each[a:b]) for a, b in zip(starts, ends, strict=True) for each in (seconds, hosts))
 
-    found = even_cuts(np.array(seconds, dtype=float), num_stages)
+    found = even_cuts(np.array([seconds, hosts], dtype=float), num_stages)
     every = [(0, *rest) for rest in itertools.combinations(range(1, len(seconds)), num_stages - 1)]
     assert slowest(found) == min(map(slowest, every))
+
+
+def test_the_lead_of_a_host_from_one_block_is_spent_in_another() -> None:
+    """The head keeps devices busy while the host launches layers, and a micro-batch follows another."""
+    tasks = [
+        Task(row, COMPUTE, seconds, phase, launch=launch, row=row)
+        for phase, order in (("forward", (0, 1, 2)), ("backward", (2, 1, 0)))
+        for row, seconds, launch in (BLOCKS[place] for place in order)
+    ]
+    busy = _seconds_of(tuple(row for row, *_ in BLOCKS), (0, 1, 2))
+    own = busy.of([replace(each, launch=0.0) for each in tasks])
+    there, back = np.array([own.forward.sum()]), np.array([own.backward.sum()])
+    forward, backward = paced(there, back, busy.launching(tasks).sum(axis=1)[:, None])
+    exact = forward_and_backward(tasks, 0.0)
+    assert forward + backward == pytest.approx(sum(exact))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +96,24 @@ def test_schedules_have_as_many_stages_a_rank_as_there_are_blocks_for() -> None:
     assert found == {("1f1b", 1), ("interleaved_1f1b", 8), ("interleaved_1f1b", 4), ("interleaved_1f1b", 2)}
     assert [each.chunks for each in schedules_of(names, 4, 8, 34, 3)] == [3]
     assert not list(schedules_of(names, 64, 64, 34, None))
+
+
+@pytest.mark.parametrize(("name", "within"), [("interleaved_zero_bubble", 0.01), ("zbv", 0.08), ("dualpipev", 0.05)])
+@pytest.mark.parametrize("weights", [0.1, 0.2, 0.35])
+def test_gradients_of_weights_fill_as_much_of_a_bubble_as_they_take(name: str, within: float, weights: float) -> None:
+    """Layers of long sequences spend little of their backward on weights."""
+    schedule = Schedule(name, 8, 32, 2)
+    all_stages, forward = np.ones(16), 0.3
+    part = Part(
+        forward * all_stages,
+        (1 - forward) * all_stages,
+        weights * all_stages,
+        *(0 * all_stages for _ in range(4)),
+        num_bytes=np.ones(8),
+        num_blocks=np.ones(16, dtype=np.intp),
+    )
+    found = Staged.of(schedule).of_plans([part])
+    assert found is not None and found.seconds == pytest.approx(simulate(schedule, found.stages).seconds, rel=within)
 
 
 @pytest.mark.parametrize(("name", "overlapped"), [("interleaved_1f1b", 3.0), ("interleaved_zero_bubble", 1.0)])

@@ -27,7 +27,7 @@ from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estim
 from autopar.planning.mesh_estimates.inner import PRICES, Inner, Level
 from autopar.planning.mesh_estimates.planned import Exact
 from autopar.planning.mesh_search.search import Turn
-from autopar.planning.options.groups import Memory, Pipeline, Search
+from autopar.planning.options.groups import Memory, Pipeline, Recompute, Search
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings
@@ -46,9 +46,10 @@ def estimates_of(
     sequence: int = SEQUENCE,
     devices: int = 4,
     max_axes: int = 2,
+    recompute: Recompute = "auto",
     **requested: Any,
 ) -> tuple[Estimates, Exact]:
-    settings = Settings(Memory(memory), Search(time_limit=1000, max_axes=max_axes))
+    settings = Settings(Memory(memory, recompute=recompute), Search(time_limit=1000, max_axes=max_axes))
     request = PlanRequest(**{"hardware": SLOW_DEVICES, **requested}, settings=settings, pipeline=pipeline)
     planner = OfflinePlanner(*built_in("tiny-llama", batch, sequence, LAYERS), request, PlanCache())
     assert not not_estimated(planner)
@@ -107,6 +108,18 @@ def estimated_with(estimates: Estimates, candidate: Candidate) -> tuple[Estimate
 
     with mock.patch.object(estimates, "_programs", programs):
         return estimates.estimate(candidate), made
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_stage_that_receives_its_first_input_does_not_save_it_again(recompute: Recompute) -> None:
+    estimates, _ = estimates_of(10 * LIMIT, recompute=recompute)
+    mesh = next(each for each in estimates.subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    found = estimates.estimate(Candidate(mesh, 4))
+    assert found is not None
+    use, cut = found.uses[0], LAYERS // 2
+    assert use.mode == recompute and use.arriving[cut] == pytest.approx(use.sent[cut]) and use.sent[cut] > 0
+    (whole,), (first, last) = (use.stages(starts).saved for starts in ([0], [0, cut]))
+    assert first + last + use.sent[cut] == pytest.approx(whole)
 
 
 def _hidden_by_half() -> tuple[Estimate | None, Inner]:
@@ -397,3 +410,17 @@ def test_losses_in_tiles_are_estimated_where_logits_are_a_part_of_the_limit(
 ) -> None:
     estimates, _ = estimates_of(memory)
     assert len(list(estimates._programs(Candidate(Mesh({"dp": 4}), 1)))) == num_programs
+
+
+def test_a_candidate_is_bounded_by_its_own_micro_batches() -> None:
+    """Tensor parallelism leaves a stage's devices more micro-batches than a sample for each would."""
+    estimates, _ = estimates_of(None)
+    subject = estimates.subject
+    first, mesh = subject.meshes[0], next(each for each in subject.meshes if each.axes == {"pp": 2, "dp": 2})
+    few, many = Candidate(mesh, 4), Candidate(mesh, 16)
+    least = (subject.at_least(*few) + subject.at_least(*many)) / 2
+    estimates.found[Candidate(first, 1)] = Estimate(first, 1, least, num_bytes=0.0, schedule=None)
+    with mock.patch.object(estimates, "estimate", return_value=None) as estimated:
+        estimates._try(few)
+        estimates._try(many)
+    assert [call.args[0] for call in estimated.call_args_list] == [many]

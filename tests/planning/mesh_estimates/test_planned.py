@@ -40,7 +40,10 @@ def search(*pairs: tuple[float, float | None], num_bytes: int = 100, apart: floa
         best=lambda: sorted(every, key=lambda each: each.seconds),
         of=lambda mesh: [each for each in every if each.mesh == mesh],
         subject=SimpleNamespace(
-            axis="pp", meshes=meshes, at_least=lambda mesh: 9.0 if mesh == BOUNDED else 0.0, limit=lambda mesh: 1e9
+            axis="pp",
+            meshes=meshes,
+            at_least=lambda mesh, microbatches: 9.0 if mesh == BOUNDED else 0.0,
+            limit=lambda mesh: 1e9,
         ),
         slower_at=lambda mesh, count: None,
         found={(each.mesh, 1): each for each in every} | {(BOUNDED, 1): None, (LARGE, 2): None},

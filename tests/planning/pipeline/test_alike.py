@@ -119,6 +119,16 @@ def test_equal_layers_are_of_one_kind_unless_one_is_stored_in_its_own_way() -> N
     assert other["layers.2"] != other["layers.1"] == other["layers.0"]
 
 
+def test_a_pin_that_leaves_all_strategies_makes_no_kind_of_its_own() -> None:
+    blocks = planned_blocks(request({"pp": 2, "tp": 2}, Schedule("1f1b", 2, 4), num_layers=4), 2)
+    here = next(number for number, each in enumerate(blocks.whole.space.decisions) if "layers_2" in each.name)
+    count = len(blocks.whole.space.decisions[here].candidates.strategies)
+    assert count > 1
+    free, pinned = np.ones(count, dtype=bool), np.arange(count) == 0
+    usual, all_left, one_left = (kinds(replace(blocks, pins=pins)) for pins in ({}, {here: free}, {here: pinned}))
+    assert usual == all_left != one_left
+
+
 def test_a_layer_whose_input_takes_no_gradient_is_of_another_kind() -> None:
     """Check that the first layer after a frozen embedding is of a kind of its own.
 

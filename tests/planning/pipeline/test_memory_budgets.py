@@ -8,6 +8,8 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from autopar.errors import PipelineError
 from autopar.planning.options.groups import Memory, Pipeline
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.pipeline.planned_blocks import planned_blocks
-from autopar.planning.pipeline.planner import plan_pipeline
+from autopar.planning.pipeline.planner import _better_divided, _divide_anew, plan_pipeline
 from autopar.planning.pipeline.schedules.schedule import Schedule
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.pipeline.stages.blocks import blocks_of
@@ -169,6 +171,38 @@ def test_each_stage_of_a_cut_has_room_for_its_least_peak_or_there_are_no_budgets
         budgets[stage].peak >= least[stage] <= budgets[stage].resident for stage in least
     )
     assert budgets_of_least_peaks(schedule, 89, (0, 1, 2, 3), 4, lambda first, end, stage: least[stage]) is None
+
+
+def test_memory_that_a_stage_leaves_goes_to_a_known_plan_of_another_one() -> None:
+    """The head takes less than the sample of its budget: the fast plan of the layer before it fits on its rank."""
+    schedule, fast, slow = Schedule("interleaved_1f1b", 2, 2, 2), Sample(1.0, 80, 0), Sample(2.0, 30, 0)
+    known = {0: [slow, fast], 1: [slow], 2: [Sample(1.0, 15, 0)], 3: [Sample(1.0, 15, 0)]}
+    planned = SimpleNamespace(blocks=range(4), request=SimpleNamespace(schedule=schedule))
+    search: Any = SimpleNamespace(
+        planned=planned,
+        budgets=(MemoryBudget(50, 50),) * 4,
+        best_searched=lambda first, end, stage: known[stage][0],
+        samples=lambda first, end, stage: known[stage],
+    )
+    _divide_anew(search, (0, 1, 2, 3), 100)
+    assert search.budgets[0].peak >= 80 and search.budgets[2].peak >= 15
+    _divide_anew(search, (0, 1, 2, 3), 50)
+    assert 30 <= search.budgets[0].peak < 80
+
+
+def test_of_two_cuts_the_one_whose_known_plans_are_faster_is_taken() -> None:
+    schedule = Schedule("interleaved_1f1b", 2, 2, 2)
+    problem = CutProblem((BlockCost(1.0, 1.0, 1.0),) * 6, (0.0,) * 6, schedule)
+    search: Any = SimpleNamespace(
+        planned=SimpleNamespace(blocks=problem.blocks, request=SimpleNamespace(schedule=schedule)),
+        budgets=(),
+        best_searched=lambda first, end, stage: True,
+        samples=lambda first, end, stage: [Sample(3.0 * (end - first), 10 * (end - first), 0)],
+        at_most=lambda first, end, stage: 3.0 * (end - first),
+    )
+    uneven, even = ((0, 1, 2, 5), search, 1.0), ((0, 2, 4, 5), search, 1.0)
+    assert _better_divided(problem, (uneven, even), 100) is even
+    assert search.budgets[1].peak > search.budgets[3].peak, "those of the cut that is taken"
 
 
 def test_nothing_is_requested_of_stages_behind_one_that_does_not_fit() -> None:

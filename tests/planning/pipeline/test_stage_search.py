@@ -86,6 +86,17 @@ def test_a_stage_that_is_known_to_fit_fits_and_is_not_proven_where_nothing_else_
     assert again.least < known.seconds
 
 
+def test_a_known_plan_that_fits_is_taken_where_a_search_ends_at_a_slower_one() -> None:
+    search = _search()
+    slow = search.ask(0, 2, 0, ROUGHLY)
+    fast = replace(slow, seconds=slow.seconds / 2, budget=MemoryBudget(2**39, 2**39))
+    search.by_structure = defaultdict(list, {0: [fast]})
+    again = search.ask(0, 2, 0, ROUGHLY)
+    assert again.seconds == fast.seconds and again.least <= fast.seconds
+    search.by_structure = defaultdict(list, {0: [replace(fast, seconds=2 * slow.seconds)]})
+    assert search.ask(0, 2, 0, ROUGHLY).seconds == slow.seconds
+
+
 def test_the_least_bytes_of_equal_stages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     search, requested = _search(), list[int]()
 
