@@ -82,13 +82,13 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
     for edge in space.edges:
         ends, share = (choices[edge.source], choices[edge.target]), space.share(space.rows_on(edge), choices)
+        padding = share if pads else 1.0
         key = space.kind(edge), ends, share
         if key not in paths:
             path = space.path(edge, choices)
             each = zip(path.transfers, path.messages, strict=True)
             timed = [
-                (_of_padded(t, share if pads else 1.0), transfer_seconds(t, space.mesh, space.hardware, b) * share)
-                for t, b in each
+                (_of_padded(t, padding), transfer_seconds(t, space.mesh, space.hardware, b) * share) for t, b in each
             ]
             paths[key] = timed, path.seconds * share
         transfers, seconds = paths[key]
@@ -97,9 +97,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         more, rerun = second.at_edge(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
         if rerun:
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
-            moved[edge.target].extend(
-                (replace(_of_padded(t, share if pads else 1.0), backward=True), s) for t, s in timed
-            )
+            moved[edge.target].extend((replace(_of_padded(t, padding), backward=True), s) for t, s in timed)
             waits[edge.target] += more
         else:
             again[edge.target] += more

@@ -1,8 +1,8 @@
 """Any random call of ATen, drawing the same numbers for the same part of its result, wherever that lies.
 
 The default generator is seeded for the call and set back behind it (see `randomness`). In a step that becomes a CUDA
-graph, the call takes a generator of its own. The deterministic mode gathers
-the inputs, draws the whole result from the default generator as one device would, and takes its part.
+graph, the call takes a generator of its own. The deterministic mode gathers the inputs, draws the whole result from the
+default generator as one device would, and takes its part.
 """
 
 from __future__ import annotations

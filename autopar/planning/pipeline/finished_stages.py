@@ -40,9 +40,7 @@ class StageFinisher:
         (program, number), stored = search.program(first, end), search.planned.request.storage
         searched = None
         if not any(name in storage and name not in stored for name in program.parameters):
-            if search.best_searched(first, end, stage) is None:
-                search.seconds(first, end, stage)
-            searched = search.best_searched(first, end, stage)
+            searched = search.fastest(first, end, stage)
         if searched is None:
             return plan_of(search.solve(program, stage, storage))[0]
         return self._plan_like(searched, program, number, stage)

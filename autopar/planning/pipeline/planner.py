@@ -205,8 +205,7 @@ def _divide_anew(search: StageSearch, starts: Sequence[int], memory: int) -> Non
     spans = list(enumerate(pairwise((*starts, len(search.planned.blocks)))))
     with suppress(TimeLimitError):
         for stage, (first, end) in spans:
-            if search.best_searched(first, end, stage) is None:
-                search.seconds(first, end, stage)
+            search.fastest(first, end, stage)
         known = [search.samples(first, end, stage) for stage, (first, end) in spans]
         schedule = search.planned.request.schedule
         if fits_together(schedule, memory, known.__getitem__):

@@ -206,6 +206,14 @@ class StageSearch:
         known = sorted(self.by_structure[self.program(first, end)[1]], key=lambda each: each.seconds)
         return next((each for each in known if each.made is not None and self._fits(each, stage)), None)
 
+    def fastest(self, first: int, end: int, stage: int) -> SearchedStage | None:
+        """Return the fastest choices known to fit into a stage's memory budget, planned if none is known; None if none
+        is found.
+        """
+        if self.best_searched(first, end, stage) is None:
+            self.seconds(first, end, stage)
+        return self.best_searched(first, end, stage)
+
     def sample(self, known: SearchedStage, stage: int) -> tuple[Sample, ...]:
         """Return the seconds of known choices, and the memory that they take on a stage."""
         runs = self.runs[stage]
@@ -316,7 +324,7 @@ class StageSearch:
             least = max((1 - share(made.answer)) * seconds, own)
         if (fits := self.best_searched(first, end, stage)) is not None and fits.seconds < seconds:
             # An unsuccessful search proves nothing, and one that ends at a gap may miss what is known.
-            made, seconds, least = fits.made, fits.seconds, min(least, own) if made is None else least
+            made, seconds, least = fits.made, fits.seconds, own if made is None else least
         if before is not None and before.made is not None:
             least = max(min(least, seconds), before.least)
             if before.seconds <= seconds:

@@ -181,7 +181,7 @@ def test_memory_that_a_stage_leaves_goes_to_a_known_plan_of_another_one() -> Non
     search: Any = SimpleNamespace(
         planned=planned,
         budgets=(MemoryBudget(50, 50),) * 4,
-        best_searched=lambda first, end, stage: known[stage][0],
+        fastest=lambda first, end, stage: known[stage][0],
         samples=lambda first, end, stage: known[stage],
     )
     _divide_anew(search, (0, 1, 2, 3), 100)
@@ -196,7 +196,7 @@ def test_of_two_cuts_the_one_whose_known_plans_are_faster_is_taken() -> None:
     search: Any = SimpleNamespace(
         planned=SimpleNamespace(blocks=problem.blocks, request=SimpleNamespace(schedule=schedule)),
         budgets=(),
-        best_searched=lambda first, end, stage: True,
+        fastest=lambda first, end, stage: None,
         samples=lambda first, end, stage: [Sample(3.0 * (end - first), 10 * (end - first), 0)],
         at_most=lambda first, end, stage: 3.0 * (end - first),
     )
