@@ -38,23 +38,6 @@ def test_a_collector_that_was_off_stays_off() -> None:
     assert not gc.isenabled()
 
 
-def test_what_was_made_meanwhile_is_walked_by_full_collections_alone() -> None:
-    gc.unfreeze()
-    with uncollected():
-        made = [[]]
-    assert any(each is made for each in gc.get_objects(generation=2))
-
-
-def test_what_a_user_has_frozen_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        with uncollected():
-            pass
-        assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
-
-
 def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: dict[str, bool] = {}
     for module, name in ((request, "trace"), (request, "build_space"), (planner, "solved_by")):
