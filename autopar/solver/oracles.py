@@ -28,7 +28,7 @@ from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
 from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
 from autopar.solver.presolve.presolved import Presolved
-from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
 from autopar.solver.problem import Floats, Integers, Parts, Problem
 from autopar.solver.remaining.searches import Rest
 from autopar.solver.tolerances import ROUNDING, SUM_ROUNDING
@@ -63,9 +63,13 @@ class EliminationOracle:
         return None if elimination is None else cls(problems, tables, elimination, deadline)
 
     def at(
-        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
+        self,
+        prices: tuple[float, ...],
+        known_bound: float = -math.inf,
+        sufficient: float = math.inf,
+        near: float = ROUNDING,
     ) -> tuple[float, tuple[int, ...]]:
-        """Return L(λ), and choices that attain it, regardless of incumbents and sufficient bounds."""
+        """Return L(λ), and choices that attain it, however little would do."""
         (least, choices), paid = self.least(prices), float(np.dot(prices, self.budgets))
         if math.isinf(least):
             return least, choices
@@ -128,22 +132,31 @@ class MessageOracle:
         return Parts(self.problems)
 
     def at(
-        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
+        self,
+        prices: tuple[float, ...],
+        known_bound: float = -math.inf,
+        sufficient: float = math.inf,
+        near: float = ROUNDING,
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
         paid = float(np.dot(prices, self.budgets))
-        least, visited = self.least(prices, known_bound + paid, sufficient + paid)
+        least, visited = self.least(prices, known_bound + paid, sufficient + paid, near)
         if math.isinf(least):
             return least, None
         return least - paid - SUM_ROUNDING * (abs(least) + paid), visited
 
     def least(
-        self, prices: tuple[float, ...], known_bound: float = -math.inf, sufficient: float = math.inf
+        self,
+        prices: tuple[float, ...],
+        known_bound: float = -math.inf,
+        sufficient: float = math.inf,
+        near: float = ROUNDING,
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on seconds + prices · bytes of any choices, and good ones: the best, where they cost the same.
 
         Returns the best found by the deadline; TimeLimitError if no sweep ends by then. The search ends where some
-        choices cost no more than is `known_bound`: no bound is above that; and at a bound that is `sufficient`.
+        choices cost no more than is `known_bound`: no bound is above that; at a bound that is `sufficient`; and at
+        choices within a relative gap that is `near`.
         """
         messages = self._messages
         if messages is None or self._pruned is None:
@@ -162,7 +175,7 @@ class MessageOracle:
                 break
             best, gained = messages.cost, messages.bound - before
             slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == math.inf else 0
-            is_near = best < math.inf and best - messages.bound <= ROUNDING * abs(best)
+            is_near = best < math.inf and best - messages.bound <= near * abs(best)
             is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
             if is_near or is_done or is_over(self.deadline):
                 break
@@ -182,20 +195,11 @@ class MessageOracle:
             self.least(prices)
         assert self._pruned is not None and self._messages is not None, "no choices"
         most = min(self._messages.bound, self._messages.cost) + margin
-        of_node, alive, every = [], [], dict[int, Integers]()
-        masks: dict[bytes, Floats] = {}  # equal nodes keep equal masks
         reached = self._messages.reached(most)
-        for node, kept, least in zip(self.problems[0].nodes, self._pruned.kept, reached, strict=True):
-            reduced_cost = np.full(node.num_strategies, np.inf)
-            reduced_cost[kept[least <= most]] = -np.inf
-            of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
-            alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
-        shared: dict[tuple[int, ...], Floats] = {}
-        of_edge = [
-            shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape))
-            for edge in self.problems[0].edges
-        ]
-        return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
+        return only(
+            self.problems[0],
+            (kept[least <= most] for kept, least in zip(self._pruned.kept, reached, strict=True)),
+        )
 
 
 def oracle_of(problems: Sequence[Problem], deadline: float) -> EliminationOracle | MessageOracle:

@@ -5,13 +5,15 @@
 1. *Presolve*: forbidden strategies go, and pairs of nodes that hardly leave a choice become one (`presolve`).
 2. *Price*: L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)] bounds every answer (Geoffrion 1974). Cutting
    planes find the λ ≥ 0 that prove most (`bounds.prices`). An oracle evaluates L: elimination exactly, or messages,
-   where treewidth is too high (`oracles`).
+   where treewidth is too high (`oracles`). If an evaluation takes seconds, the choices that prices mix make a problem
+   of their own, whose best has some layers of each.
 3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
 4. *Search the rest*: little is left. It has prices of its own, and counts of how many equal layers choose what give its
    best (`remaining`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
-6. *Widen*: the margin grows, or prices move to those of the rest, until the gap is closed or time is over.
+6. *Widen*: the margin grows to twice what the prices of the rest prove, or prices move to those of the rest, until the
+   gap is closed or time is over.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from autopar.solver.best_below import WIDER, Best, best_below
 from autopar.solver.bounds.prices import (
     NEARER,
     PATIENCE,
+    ROUGHLY,
     WORTHWHILE,
     BestPrices,
     Mixture,
     OverElsewhere,
     best_prices,
-    nowhere,
 )
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
@@ -42,7 +44,7 @@ from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
-from autopar.solver.presolve.reduced_cost_fixing import Remaining, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
 from autopar.solver.problem import Problem
 from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
 
@@ -187,20 +189,36 @@ class _Search:
 
     def price(self) -> None:
         """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows."""
-        reached, choices = self.whole.at(self.at)
+        is_free = all(each.budget is None for each in self.presolved.problems)
+        reached, choices = self.whole.at(self.at, near=ROUNDING if is_free else PRICED_NEAR)
         self.bound = max(self.bound, reached)
         self.note(choices)
-        if all(each.budget is None for each in self.presolved.problems):
+        if is_free:
             return
         while not self.is_done():
             found = self._best_prices()
-            self.at = self.prices = found.prices
+            self.at, self.prices = found.prices, self._of_all_rows(found.prices)
             self.bound = max(self.bound, found.bound)
             if not found.is_over_elsewhere:
                 self.note(found.choices)
+            if self.is_expensive:
+                self.mix(found.mixture)
             if not self._restate() or self.is_expensive:
                 return
             self.whole, self.at = oracle_of(self.presolved.problems, self.deadline), self.prices
+
+    def mix(self, mixture: Mixture) -> bool:
+        """Note the best choices that take each strategy from some of those that prices mix; return whether all is done.
+
+        Equal layers change alike at a price: one solution exceeds the budget with all of them, another takes far less.
+        What they take on average is hardly more than an answer that has some layers of each.
+        """
+        problem, most = self.presolved.problems[0], min(self.seconds, self.largest_seconds)
+        average = sum(weight * problem.seconds_of(choices) for choices, weight in mixture)
+        if len(mixture) > 1 and not is_closed(self.seconds, average, ROUGHLY) and not is_over(self.deadline):
+            near = only(problem, map(np.unique, np.array([choices for choices, _ in mixture]).T))
+            self._search_rest(near, most - self.bound, self.bound, is_last=False)
+        return self.is_done()
 
     def reprice(self) -> bool:
         """Find the prices of rows that were stated since those of the whole; return whether there are any."""
@@ -214,7 +232,9 @@ class _Search:
         """Search within ever wider margins of what prices prove of the whole; False if what is left stays too wide."""
         if self.is_done():
             return True
-        reached, _ = self.whole.at(self.at, sufficient=(1 - self.gap) * self.seconds)
+        exactly = is_closed(self.seconds, self.bound, PRICED_NEAR)
+        sufficient = (1 - self.gap) * self.seconds
+        reached, _ = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
         self.bound = max(self.bound, reached)
         near: ReducedCosts | None = None
         share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
@@ -233,7 +253,7 @@ class _Search:
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
             if is_last or is_stopped or self.is_done():
                 return True
-            if reached + margin <= found.reached < of_last and steps < PATIENCE:
+            if reached + margin <= found.reached < of_last and steps < PATIENCE and not self.is_expensive:
                 # The rest lacks strategies that are cheap at its prices: add those near them.
                 steps, of_last = steps + 1, found.reached
                 others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
@@ -245,7 +265,10 @@ class _Search:
                     reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
                     self.bound = max(self.bound, reached)
             else:
-                share, near, steps, of_last = WIDER * share, None, 0, math.inf
+                wider = [WIDER * share]
+                if found.reached > reached + margin:
+                    wider.append(2 * (found.reached - reached) / scale)  # twice as far as the rest's prices prove
+                share, near, steps, of_last = min(wider), None, 0, math.inf
         return self.is_done()
 
     def by_ilp(self) -> None:
@@ -317,8 +340,9 @@ class _Search:
             self.until,
             PRICED_NEAR if self.is_expensive else WORTHWHILE,
             self.tolerances.cutoff,
-            nowhere if self.is_expensive else self._exceeds(tuple),
+            self.mix if self.is_expensive else self._exceeds(tuple),
             None if self.best is None else self.presolved.restrict(self.best),
+            math.inf if self.is_expensive else ROUGHLY,
         )
 
     def _exceeds(self, extend: Callable[[Sequence[int]], tuple[int, ...]]) -> OverElsewhere:

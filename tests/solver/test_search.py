@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from autopar.errors import TimeLimitError
 from autopar.solver import deadline
 from autopar.solver import search as searching
+from autopar.solver.best_below import Best
 from autopar.solver.bounds import core
 from autopar.solver.bounds.prices import Mixture
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.search import Found, Stated, search
-from autopar.solver.tolerances import EXACT, Tolerances
+from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances
 from tests.solver.random_problems import SHAPES, brute_force, layered_rows, random_rows, without_limit
 
 CLOSE = 1e-7  # of the seconds: CP-SAT counts in rounded units
@@ -186,6 +187,49 @@ def test_a_bound_of_prices_as_high_as_the_cut_off_is_enough(monkeypatch: pytest.
     monkeypatch.setattr(searching, "best_below", None)  # whoever goes on fails
     cut = search(Stated(tuple(problems)), NEVER, Tolerances(cutoff=0.9 * best.bound))
     assert 0.9 * best.bound <= cut.bound <= best.seconds
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_prices_are_looked_for_by_rough_evaluations_of_wide_graphs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    problems, tolerances, at = rows_of(3, SHAPES[0], count), list[float](), MessageOracle.at
+
+    def noted(oracle: MessageOracle, *args: Any, **options: Any) -> tuple[float, tuple[int, ...] | None]:
+        tolerances.append(options.get("near", args[3] if len(args) > 3 else ROUNDING))
+        return at(oracle, *args, **options)
+
+    monkeypatch.setattr(MessageOracle, "at", noted)
+    with taking("messages"):
+        found = search(Stated(tuple(problems)), NEVER)
+    check_best(found, problems, brute_force(problems))
+    assert tolerances[0] == (searching.PRICED_NEAR if count else ROUNDING)
+
+
+@pytest.mark.parametrize("proven", [0.5, 2.5, 20.0])
+def test_the_next_margin_is_twice_as_wide_as_the_rest_proves(monkeypatch: pytest.MonkeyPatch, proven: float) -> None:
+    problems, margins = rows_of(3, SHAPES[0], 1), list[float]()
+
+    def nothing(_: object, near: object, margin: float, reached: float, is_last: bool) -> Best:
+        margins.append(margin)
+        return Best(None, reached + margin, (0.0,), True, reached + proven * margin)
+
+    monkeypatch.setattr(searching, "FIRST_MARGIN", 1e-5)
+    monkeypatch.setattr(searching._Search, "_search_rest", nothing)
+    monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
+    with taking("expensive"):
+        search(Stated(tuple(problems)), NEVER)
+    expected = 2 * proven if 1 < proven < searching.WIDER / 2 else searching.WIDER
+    assert margins[1] / margins[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["expensive", "messages"])
+def test_equal_layers_that_change_alike_at_a_price_are_mixed(way: Way) -> None:
+    nodes = tuple(Node(str(i), np.array([1.0, 2.0]), np.array([10, 0])) for i in range(8))
+    edges = tuple(Edge((i, i + 1), np.zeros((2, 2))) for i in range(7))
+    problem = Problem(nodes, edges, budget=45)
+    with taking(way):
+        state = searching._Search(Stated((problem,)), NEVER, EXACT, (), math.inf, None)
+        state.price()
+    assert state.seconds == pytest.approx(4 * 1.0 + 4 * 2.0)
 
 
 @settings(deadline=None, max_examples=60)

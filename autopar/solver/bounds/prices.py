@@ -47,12 +47,16 @@ class PricedRows(Protocol):
     def budgets(self) -> Floats: ...
 
     def at(
-        self, prices: tuple[float, ...], known_bound: float = -np.inf, sufficient: float = np.inf
+        self,
+        prices: tuple[float, ...],
+        known_bound: float = -np.inf,
+        sufficient: float = np.inf,
+        near: float = ROUNDING,
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return L(λ) or a bound on it, and choices that (nearly) attain it; None if none were found.
 
         Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
-        `sufficient`.
+        `sufficient`, and choices within a relative gap that is `near`.
         """
         ...
 
@@ -88,14 +92,15 @@ def best_prices(
     cutoff: float = math.inf,
     is_over_elsewhere: OverElsewhere = nowhere,
     known: tuple[int, ...] | None = None,
+    roughly: float = ROUGHLY,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
     `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for no longer where
     better ones could prove less than a `worthwhile` share of `scale` seconds. A bound as high as the `cutoff` ends the
-    search. The mixture at near-optimal prices is checked against the budgets that are not rows. The search ends if it
-    exceeds one: with that row, other prices are optimal. Choices that are `known` to be within all budgets bound what
-    prices prove from the beginning.
+    search. The mixture at prices that are optimal but for a share that is `roughly` is checked against the budgets that
+    are not rows. The search ends if it exceeds one: with that row, other prices are optimal. Choices that are `known`
+    to be within all budgets bound what prices prove from the beginning.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
@@ -107,7 +112,7 @@ def best_prices(
     for _ in range(MAX_PLANES):
         try:
             sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
-            reached, choices = rows.at(prices, best.bound, sufficient)
+            reached, choices = rows.at(prices, best.bound, sufficient, worthwhile)
         except TimeLimitError:
             break
         if choices is None:
@@ -127,7 +132,7 @@ def best_prices(
         is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more
         if is_near or is_stalled or is_settled or is_over(deadline):
             break
-        if most - best.bound <= ROUGHLY * scale and is_over_elsewhere(planes.mixture()):
+        if most - best.bound <= roughly * scale and is_over_elsewhere(planes.mixture()):
             return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
         # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
         share = 1.0 if choices in visited else NEARER

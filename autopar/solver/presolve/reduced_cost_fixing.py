@@ -7,7 +7,7 @@ gap. This decides most nodes; a small problem over the others remains, plus a co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,22 @@ class Remaining:
         left.
         """
         return tuple([int(np.searchsorted(self.kept[node], choices[node])) for node in self.undecided])
+
+
+def only(problem: Problem, kept: Iterable[Integers]) -> ReducedCosts:
+    """Return -inf for the strategies of each node that are kept, else inf; of pairs nothing is known."""
+    of_node, alive, every = [], [], dict[int, Integers]()
+    masks: dict[bytes, Floats] = {}  # equal nodes keep equal masks
+    for node, left in zip(problem.nodes, kept, strict=True):
+        reduced_cost = np.full(node.num_strategies, np.inf)
+        reduced_cost[left] = -np.inf
+        of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
+        alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
+    shared: dict[tuple[int, ...], Floats] = {}
+    of_edge = [
+        shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape)) for edge in problem.edges
+    ]
+    return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
 
 
 def remaining(problem: Problem, found: ReducedCosts, limit: float) -> Remaining:

@@ -212,6 +212,25 @@ def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -
     assert swept[0] == 2 * taken
 
 
+def test_choices_that_are_near_enough_take_fewer_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(0, "cliques", 0.5)
+    assert problem is not None
+    _make_wide(monkeypatch)
+    swept, sweep = [0], MessagePassing.sweep
+
+    def counted(messages: MessagePassing) -> None:
+        swept[0] += 1
+        sweep(messages)
+
+    monkeypatch.setattr(MessagePassing, "sweep", counted)
+    exact, _ = MessageOracle([problem]).least((0.01,))
+    whole, swept[0] = swept[0], 0
+    least, choices = MessageOracle([problem]).least((0.01,), near=0.1)
+    assert 0 < swept[0] < whole and choices is not None
+    cost = problem.seconds_of(choices) + 0.01 * problem.bytes_of(choices)
+    assert least <= exact <= cost * (1 + CLOSE) and cost - least <= 0.1 * cost
+
+
 def test_parameters_and_chains_are_no_part_of_the_core_and_equal_layers_share_their_steps() -> None:
     rng = np.random.default_rng(0)
     layered = _in_cliques(rng, 6, 3)
