@@ -18,7 +18,7 @@ from autopar.costs.space.space import Space
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning import simulated
+from autopar.planning import planner, record, simulated
 from autopar.planning.formulation import Pins
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.planner import Statements, best_plan_of
@@ -64,6 +64,15 @@ def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     assert abs(first.device_seconds / timeline_of(first).seconds - 1) > 2 * FAR, (
         "the rule of one axis says too little here"
     )
+
+
+def test_of_all_plans_that_searches_make_one_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, writings = list[object](), list[object]()
+    search, write = planner.best_within, record.written_down
+    monkeypatch.setattr(planner, "best_within", lambda *args: (searches.append(args), search(*args))[1])
+    monkeypatch.setattr(record, "written_down", lambda *args: (writings.append(args), write(*args))[1])
+    _plan(SLOW_LINK)
+    assert len(searches) > 1 and len(writings) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"memory": "1GB"}])
