@@ -256,13 +256,12 @@ def answered(cell: Cell, space: Space, share: float, limit: int | None, without:
     """Return the answer to one question, from a formulation of its own."""
     settings = Settings(Memory(limit, conventions="tensors"), Search(time_limit=TIME_LIMIT))
     formulation = Statements(space).of(settings)[-1]
-    modes = settings.modes(formulation.memory.lifetimes.segments) if limit is not None else None
     cpu, wall = time.process_time(), time.perf_counter()
     found, failure = None, ""
     with HEURISTICS[without]() if without else ExitStack(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = best_within(formulation, {}, modes, settings)
+            found = best_within(formulation, {}, settings)
         except InfeasibleError:
             failure = "infeasible"
         except TimeLimitError:
@@ -282,7 +281,7 @@ def answers_of(cell: Cell, heuristics: Sequence[str]) -> Iterator[Answered]:
     formulation = Statements(space).of(Settings())[-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        free = best_within(formulation, {}, None, Settings(search=Search(time_limit=TIME_LIMIT)))
+        free = best_within(formulation, {}, Settings(search=Search(time_limit=TIME_LIMIT)))
     peak_bytes, *_ = memory_use(formulation.memory, free.choices, free.modes)
     for without in ("", *heuristics):
         yield answered(cell, space, 1.0, None, without)

@@ -23,7 +23,7 @@ from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins, narrowed, pinned_by
-from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, without_idle_modes
+from autopar.planning.memory_limit.answers import Answer, choices_of_nodes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.record import Draft
@@ -164,7 +164,7 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
     *first, last = formulations
     for formulation in first:
         try:
-            return Solved(formulation, pins, settings, _best(formulation, pins, settings.without_reasons()))
+            return Solved(formulation, pins, settings, best_within(formulation, pins, settings.without_reasons()))
         except CutOffError as error:
             if error.seconds < math.inf:
                 raise
@@ -174,7 +174,7 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
             if is_over(deadline):
                 raise
     left = settings if not first else settings.lasting(seconds_until(deadline))
-    return Solved(last, pins, settings, _best(last, pins, left))
+    return Solved(last, pins, settings, best_within(last, pins, left))
 
 
 def draft_of(made: Solved, memory: MemoryModel | None = None) -> Draft:
@@ -323,15 +323,6 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
         priced = given.of_the_same_calls(context.memory_model, formulation.memory)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)
     return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.search.time_limit))
-
-
-def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
-    """Return the best choices under pins; of several micro-batches with the seconds that are least, one's share of a
-    step.
-    """
-    modes = settings.modes(formulation.memory.lifetimes.segments)
-    found, limit = best_within(formulation, pins, modes, settings), settings.tensor_limit
-    return without_idle_modes(found, formulation, pins, modes, limit) if modes and limit is not None else found
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

@@ -96,7 +96,7 @@ def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_
         requested.append(formulation.memory.prefetch)
         raise TimeLimitError
 
-    monkeypatch.setattr(planner, "_best", best)
+    monkeypatch.setattr(planner, "best_within", best)
     for seconds, depths in ((0.0, [1]), (60.0, [1, 0])):
         requested.clear()
         settings = Settings(Memory(1), Search(time_limit=seconds))
