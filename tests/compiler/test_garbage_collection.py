@@ -55,18 +55,6 @@ def test_what_a_user_has_frozen_stays_frozen() -> None:
         gc.unfreeze()
 
 
-def test_collections_leave_out_what_there_was_before() -> None:
-    gc.unfreeze()
-    there = [[]]
-    with frozen():
-        made = [[]]
-        assert not any(each is there for each in gc.get_objects()) and any(each is made for each in gc.get_objects())
-        with frozen():
-            pass
-        assert gc.get_freeze_count()
-    assert any(each is there for each in gc.get_objects()) and not gc.get_freeze_count()
-
-
 def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: dict[str, bool] = {}
     for module, name in ((request, "trace"), (request, "build_space"), (planner, "solved_by")):
@@ -81,3 +69,15 @@ def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPat
         autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}), (torch.ones(2, 4),), memory=1)
     assert was_on == {"trace": False, "build_space": False, "solved_by": False}
     assert gc.isenabled()
+
+
+def test_collections_leave_out_what_there_was_before() -> None:
+    gc.unfreeze()
+    there = [[]]
+    with frozen():
+        made = [[]]
+        assert not any(each is there for each in gc.get_objects()) and any(each is made for each in gc.get_objects())
+        with frozen():
+            pass
+        assert gc.get_freeze_count()
+    assert any(each is there for each in gc.get_objects()) and not gc.get_freeze_count()
