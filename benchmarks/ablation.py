@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from autopar.capture.export import trace
 from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.costs.hardware.load import load
+from autopar.costs.memory.peak import memory_use
 from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, TimeLimitError
@@ -255,13 +256,12 @@ def answered(cell: Cell, space: Space, share: float, limit: int | None, without:
     """Return the answer to one question, from a formulation of its own."""
     settings = Settings(Memory(limit, conventions="tensors"), Search(time_limit=TIME_LIMIT))
     formulation = Statements(space).of(settings)[-1]
-    modes = settings.modes(formulation.memory.lifetimes.segments) if limit is not None else None
     cpu, wall = time.process_time(), time.perf_counter()
     found, failure = None, ""
     with HEURISTICS[without]() if without else ExitStack(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = best_within(formulation, {}, modes, settings)
+            found = best_within(formulation, {}, settings)
         except InfeasibleError:
             failure = "infeasible"
         except TimeLimitError:
@@ -271,7 +271,7 @@ def answered(cell: Cell, space: Space, share: float, limit: int | None, without:
     if found is None:
         return Answered(*own, failure=failure)
     gap = (found.seconds - found.bound) / found.seconds if found.seconds else 0.0
-    assert limit is None or found.peak_bytes <= limit
+    assert limit is None or memory_use(formulation.memory, found.choices, found.modes)[0] <= limit
     return Answered(*own, found.seconds, gap)
 
 
@@ -281,12 +281,13 @@ def answers_of(cell: Cell, heuristics: Sequence[str]) -> Iterator[Answered]:
     formulation = Statements(space).of(Settings())[-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        free = best_within(formulation, {}, None, Settings(search=Search(time_limit=TIME_LIMIT)))
+        free = best_within(formulation, {}, Settings(search=Search(time_limit=TIME_LIMIT)))
+    peak_bytes, *_ = memory_use(formulation.memory, free.choices, free.modes)
     for without in ("", *heuristics):
         yield answered(cell, space, 1.0, None, without)
     for share in cell.shares:
         for without in ("", *heuristics):
-            yield answered(cell, space, share, int(share * free.peak_bytes), without)
+            yield answered(cell, space, share, int(share * peak_bytes), without)
 
 
 def run(cells: Iterable[Cell], heuristics: Sequence[str]) -> list[Answered]:

@@ -79,7 +79,8 @@ class PlanCache:
 
         key = _key(_of_space(space), _of_request(request), storage or {}) if self.folder else ""
         with request.settings.explaining():
-            return self._kept(key, Plan.from_json, check, lambda: _planned(request, space, spaces, storage))
+            found = self._read(key, Plan.from_json, check)
+            return self._kept(key, _planned(request, space, spaces, storage)) if found is None else found
 
     def pipeline_plan(self, request: PipelineRequest) -> PipelinePlan:
         """Return the plan of `plan_pipeline`, read from the folder if it is there."""
@@ -95,26 +96,43 @@ class PlanCache:
             named = {each.name: getattr(request, each.name) for each in fields(request)}
             specified = {name: each for name, each in named.items() if name not in ("program", "wanted")}
             key = _key(_of_space(whole), _of_request(request.wanted), specified)
-        return self._kept(key, PipelinePlan.from_json, check, lambda: plan_pipeline(request))
+        found = self._read(key, PipelinePlan.from_json, check)
+        return self._kept(key, plan_pipeline(request)) if found is None else found
 
-    def _kept(
-        self, key: str, read: Callable[[str], Made], check: Callable[[Made], None], make: Callable[[], Made]
-    ) -> Made:
-        if self.folder is None:
-            return make()
-        path = self.folder / f"{key}.json"
-        found = _read(path, key, read, check) if path.exists() else None
-        if found is not None:
-            return found
-        made = make()
+    def _read(self, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:
+        """Return the plan of a key; None if there is none, with a warning if its file holds no plan that fits."""
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            entry = read_json(read_text(path))
+            _ENTRY.check(entry, "")
+            text = entry["plan"]
+            if entry["key"] != key or entry["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+                raise Malformed("it was changed since it was written")
+            found = read(text)
+            check(found)
+        except (Malformed, AutoparError) as error:
+            warn_user(f"{path} is no plan for this ({error}); it is planned anew and replaced.")
+            return None
+        return found
+
+    def _kept(self, key: str, made: Made) -> Made:
+        """Return a plan, written to the folder."""
+        path = self._path(key)
+        if path is None:
+            return made
         text = made.to_json()
         entry = {"cached_plan": FORMAT, "key": key, "sha256": hashlib.sha256(text.encode()).hexdigest(), "plan": text}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, json.dumps(entry))
         except OSError as error:
             warn_user(f"the plan cannot be kept in {path} ({error}); it is used all the same.")
         return made
+
+    def _path(self, key: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"{key}.json"
 
 
 def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mapping[str, Layout] | None) -> Plan:
@@ -136,22 +154,6 @@ def _planned(request: PlanRequest, space: Space, spaces: Spaces, storage: Mappin
         )
 
     return plan_as_offload_asks(request, of_whole(plan_for, lambda: least_stored(MemoryModel(space))))
-
-
-def _read(path: Path, key: str, read: Callable[[str], Made], check: Callable[[Made], None]) -> Made | None:
-    """Return the plan in a file; None, with a warning, where it holds no plan that fits."""
-    try:
-        entry = read_json(read_text(path))
-        _ENTRY.check(entry, "")
-        text = entry["plan"]
-        if entry["key"] != key or entry["sha256"] != hashlib.sha256(text.encode()).hexdigest():
-            raise Malformed("it was changed since it was written")
-        found = read(text)
-        check(found)
-    except (Malformed, AutoparError) as error:
-        warn_user(f"{path} is no plan for this ({error}); it is planned anew and replaced.")
-        return None
-    return found
 
 
 def _key(*parts: Any) -> str:

@@ -58,7 +58,7 @@ def plan_as_memory_asks(
     turns, tiles = _Turns(request, storage), request.tiles
     fitting, logits = Fitting(space.mesh.num_devices), _bytes_of_logits(space)
     in_tiles_first = losses and sum(map(min, logits.values())) >= WORTHWHILE * memory
-    at_least = turns.take_as_it_is(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
+    at_least = turns.take(space, cutoff=AS_WITHOUT_A_LIMIT if in_tiles_first else math.inf)
     if losses and (in_tiles_first or turns.best is None or _bytes_of_logits_in(turns.best.plan) >= WORTHWHILE * memory):
         tiles = tiles._replace(loss=fitting)
         turns.take_in_tiles(spaces, tiles)
@@ -66,7 +66,7 @@ def plan_as_memory_asks(
         turns.take_again(space, at_least)
     if mlps:
         turns.take_in_tiles(spaces, tiles._replace(mlp=fitting))
-    return turns.result()
+    return turns.result(space)
 
 
 class _Planned(NamedTuple):
@@ -82,8 +82,8 @@ class _Turns:
     def __init__(self, request: PlanRequest, storage: Mapping[str, Layout] | None) -> None:
         self._request, self._storage = request, storage
         self._deadline = after(request.settings.search.time_limit)
-        self._refused: InfeasibleError | None = None
-        """Why the model as it is has no plan."""
+        self._refused: dict[int, InfeasibleError] = {}
+        """Why a model has no plan, by the id of its space."""
         self._late: TimeLimitError | None = None
         """Error of the time limit that ended the turns; no other model is planned after it."""
         self._at_least = math.inf
@@ -98,14 +98,33 @@ class _Turns:
         known = self._request.settings.cutoff
         return known if self.best is None else min(known, seconds_of_microbatch(self.best.plan))
 
-    def take_as_it_is(self, space: Space, cutoff: float = math.inf) -> float | None:
-        """Plan the model as it is, unless it is no faster than the cut-off: then the seconds that it takes at least."""
+    def take(self, space: Space, cutoff: float = math.inf) -> float | None:
+        """Plan a model, and keep its plan if it is the best.
+
+        Return the seconds that it takes at least if that is all that is known, as it is no faster than the cut-off.
+        """
+        if self._late is not None:
+            return None
+        cutoff = min(cutoff, math.nextafter(self._request.settings.cutoff, math.inf))
+        settings = replace(self._request.settings.lasting(seconds_until(self._deadline)), cutoff=cutoff)
         try:
-            self._take(space, cutoff)
-        except CutOffError as error:
-            return error.seconds
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                request = replace(self._request, settings=settings)
+                plan = best_plan(request, space, self._storage, self._statements(space))
+        except TimeLimitError as error:
+            self._late = error
+            return None
         except InfeasibleError as error:
-            self._refused = error
+            self._refused[id(space)] = error
+            return None
+        except CutOffError as error:
+            if error.seconds >= self.seconds:  # else the model is yet to be planned, or another is the faster
+                self._at_least = min(self._at_least, error.seconds)
+            return error.seconds
+        if self.best is None or seconds_of_microbatch(plan) < cutoff:
+            context = replace(context_of(plan), settings=self._request.settings)
+            self.best = _Planned(replace(plan, context=context), warned)
         return None
 
     def take_again(self, space: Space, at_least: float) -> None:
@@ -113,7 +132,7 @@ class _Turns:
         if at_least <= self.seconds and (self.best is None or not is_over(self._deadline)):
             if self.best is not None:
                 self._statements(space).begin_at_prices_of(self.best.plan)
-            self.take_as_it_is(space, math.nextafter(self.seconds, math.inf))
+            self.take(space, math.nextafter(self.seconds, math.inf))
 
     def take_in_tiles(self, spaces: Spaces, tiles: Tiles) -> None:
         """Plan the model in these tiles, if that may be faster: where memory costs time, or nothing fits."""
@@ -126,38 +145,15 @@ class _Turns:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were issued for the original model
             tiled = spaces(tiles)
-        with suppress(CutOffError, InfeasibleError):
-            self._take(tiled, self.seconds)
-
-    def _take(self, space: Space, cutoff: float) -> None:
-        """Plan a model, and keep its plan if it is the best."""
-        if self._late is not None:
-            return
-        cutoff = min(cutoff, math.nextafter(self._request.settings.cutoff, math.inf))
-        settings = replace(self._request.settings.lasting(seconds_until(self._deadline)), cutoff=cutoff)
-        try:
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                request = replace(self._request, settings=settings)
-                plan = best_plan(request, space, self._storage, self._statements(space))
-        except TimeLimitError as error:
-            self._late = error
-            return
-        except CutOffError as error:
-            if error.seconds >= self.seconds:  # else the model is yet to be planned, or another is the faster
-                self._at_least = min(self._at_least, error.seconds)
-            raise
-        if self.best is None or seconds_of_microbatch(plan) < cutoff:
-            context = replace(context_of(plan), settings=self._request.settings)
-            self.best = _Planned(replace(plan, context=context), warned)
+        self.take(tiled, self.seconds)
 
     def _statements(self, space: Space) -> Statements:
         return self._stated.setdefault(id(space), Statements(space))
 
-    def result(self) -> Plan:
-        """Return the best plan and issue its warnings; raise the error that explains why there is none."""
+    def result(self, space: Space) -> Plan:
+        """Return the best plan and issue its warnings; raise why the model as it is, in its space, has none."""
         if self.best is None:
-            raise self._late or self._refused or CutOffError(self._at_least)
+            raise self._late or self._refused.get(id(space)) or CutOffError(self._at_least)
         for each in self.best.warned:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return self.best.plan

@@ -23,7 +23,7 @@ from autopar.planning.annotations.pins import pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, begun, best_plan_of
-from autopar.planning.record import marked
+from autopar.planning.record import Draft
 from autopar.planning.replicated_work import (
     unused_axes,
     warn_of_kept_whole,
@@ -51,8 +51,8 @@ def best_plan(
     if request.first_zigzag_axes is not None:
         stated = stated.with_zigzag_axes(())
     search = _Search(request, stated, specified, storage or {}, deadline)
-    plan, in_order = search.begun() or search.first()
-    plan = as_simulated(plan, search.again, deadline, in_order)
+    draft, in_order = search.begun() or search.first()
+    plan = as_simulated(draft, search.again, deadline, in_order)
     space, choices = context_of(plan).space, context_of(plan).choices
     warn_of_plan(request, plan, space, choices, stored=bool(storage))
     unused = unused_axes(space, choices) if request.strategy is None else ()
@@ -80,20 +80,20 @@ class _Search:
     storage: Mapping[str, Layout]
     deadline: float
 
-    def first(self) -> tuple[Plan, Space | None]:
+    def first(self) -> tuple[Draft, Space | None]:
         """Return the plan of the first search, and the space of the next one if it is another."""
         problems, pins = self._pinned(self.problems)
         problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
-        space, choices = problems.space, context_of(plan).choices
+        space, choices = problems.space, plan.answer.choices
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
             return plan, None
         in_order = self._with_zigzag_axes(needed)[0].space
-        if context_of(plan).keeps_whole and not space.has_same_candidates(in_order):
+        if plan.context.keeps_whole and not space.has_same_candidates(in_order):
             return plan, None  # its pins are of other strategies
         return plan, in_order
 
-    def begun(self) -> tuple[Plan, Space] | None:
+    def begun(self) -> tuple[Draft, Space] | None:
         """Return the plan of the warm start, and its space; None without one that the request allows."""
         start = self.request.warm_start
         if start is None:
@@ -104,16 +104,16 @@ class _Search:
         made = begun(self._runs(), problems, pins, self.request.searched, start)
         return None if made is None else (self._settled(self._marked(made), problems), problems.space)
 
-    def again(self, costs: Space, incumbent: Plan, gap: float) -> Plan:
+    def again(self, costs: Space, incumbent: Draft, gap: float) -> Draft:
         """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan."""
-        context, settings = context_of(incumbent), self.request.settings.lasting(seconds_until(self.deadline))
+        context, settings = incumbent.context, self.request.settings.lasting(seconds_until(self.deadline))
         if gap:
             settings = replace(settings, search=replace(settings.search, gap=max(gap, settings.search.gap or 0.0)))
         with warnings.catch_warnings(action="ignore"):  # the first search has warned
             stated, same = Statements(costs, incumbent), costs.has_same_candidates(context.space)
             stated, allowed = (stated, context.pins) if same else self._pinned(stated)
             found = self._made(allowed, settings, stated)
-        own = replace(context_of(found), settings=context.settings, keeps_whole=context.keeps_whole)
+        own = replace(found.context, settings=context.settings, keeps_whole=context.keeps_whole)
         return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
 
     def _pinned(self, stated: Statements) -> tuple[Statements, Pins]:
@@ -125,27 +125,26 @@ class _Search:
         with warnings.catch_warnings(action="ignore"):  # the first space has warned
             return self._pinned(self.problems.with_zigzag_axes(axes))
 
-    def _settled(self, plan: Plan, problems: Statements) -> Plan:
+    def _settled(self, plan: Draft, problems: Statements) -> Draft:
         """Return the plan, or one with whole parameters, where the user leaves that open."""
         request = self.request
         if not request.training or request.strategy is not None or request.mode == "manual" or self.storage:
             return plan
 
-        def again(pins: Pins, settings: Settings) -> Plan:
+        def again(pins: Pins, settings: Settings) -> Draft:
             return self._made(pins, settings, problems)
 
         return with_storage_settled(plan, self.specified, again, self.deadline)
 
-    def _made(self, pins: Pins, settings: Settings, problems: Statements) -> Plan:
+    def _made(self, pins: Pins, settings: Settings, problems: Statements) -> Draft:
         searched = replace(self.request, settings=settings).searched
-        return self._marked(best_plan_of(self._runs(), problems, pins, searched)[0])
+        return self._marked(best_plan_of(self._runs(), problems, pins, searched))
 
-    def _marked(self, plan: Plan) -> Plan:
+    def _marked(self, plan: Draft) -> Draft:
         """Return the plan with what the user has specified."""
-        context = replace(context_of(plan), annotations=self.specified, mode=self.request.mode)
+        context = replace(plan.context, annotations=self.specified, mode=self.request.mode)
         moved = notes_on_moves(context.space, context.choices) if self.request.mode == "manual" else ()
-        rows = tuple(marked(plan.rows, context.space, self.specified))
-        return replace(plan, rows=rows, context=context, mode=self.request.mode, notes=(*plan.notes, *moved))
+        return replace(plan, context=context, notes=(*plan.notes, *moved))
 
     def _runs(self) -> list[Microbatches]:
         """Return the ways in which gradients of micro-batches may be added up, of which the fastest is taken."""

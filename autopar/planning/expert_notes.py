@@ -55,11 +55,11 @@ def _cost_note(context: PlanContext, answer: Answer) -> str:
     """Describe the expected cost with balanced routing, and with the requested imbalance."""
     memory, imbalance = context.memory_model, context.space.imbalance
     seconds = [step_seconds_of(memory, answer.choices, answer.modes, each).seconds for each in (1.0, imbalance)]
-    peak = memory_use(memory, answer.choices, answer.modes, 1.0)[0]
+    peaks = [memory_use(memory, answer.choices, answer.modes, each)[0] for each in (1.0, imbalance)]
     return (
-        f"expected: {format_seconds(seconds[0])} and {format_bytes(peak)} where each device has an equal share of the "
-        f"rows of its experts; {format_seconds(seconds[1])} and {format_bytes(answer.peak_bytes)} where the "
-        f"busiest has {imbalance:g} times its share, which is planned for. {NO_RESULT}"
+        f"expected: {format_seconds(seconds[0])} and {format_bytes(peaks[0])} where each device has an equal share of "
+        f"the rows of its experts; {format_seconds(seconds[1])} and {format_bytes(peaks[1])} where the busiest has "
+        f"{imbalance:g} times its share, which is planned for. {NO_RESULT}"
     )
 
 

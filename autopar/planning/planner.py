@@ -23,11 +23,11 @@ from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins, narrowed, pinned_by
-from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, without_idle_modes
+from autopar.planning.memory_limit.answers import Answer, choices_of_nodes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within
-from autopar.planning.record import written_down
-from autopar.planning.settings import USUAL_DEPTH, PlanContext, Settings, Start, WarmStart, context_of
+from autopar.planning.record import Draft
+from autopar.planning.settings import USUAL_DEPTH, Chosen, PlanContext, Settings, Start, WarmStart, context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import after, grace, is_over, seconds_until, whole_is_over
 
@@ -52,8 +52,8 @@ def make_plan(
     Raises InfeasibleError where there is none, and CutOffError where a limit is found to leave none faster than the
     `cutoff` (see `Settings`).
     """
-    formulations = (stated or Statements(space)).of(settings, microbatches)
-    return plan_of(solved_by(formulations, pins, settings))
+    draft = draft_of(solved_by((stated or Statements(space)).of(settings, microbatches), pins, settings))
+    return draft.written(), draft.answer.choices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class Statements:
     a plan of the same decisions under other costs, if one is given.
     """
 
-    def __init__(self, space: Space, incumbent: Plan | None = None) -> None:
+    def __init__(self, space: Space, incumbent: Chosen | None = None) -> None:
         self.space, self._incumbent = space, incumbent
         self._kept: dict[object, tuple[Formulation, ...]] = {}
         self._zigzag_axes: dict[frozenset[str], Statements] = {}
@@ -126,7 +126,7 @@ class Statements:
             self._zigzag_axes[frozenset(axes)] = Statements(self.space.with_zigzag_axes(axes))
         return self._zigzag_axes[frozenset(axes)]
 
-    def begin_at_prices_of(self, plan: Plan) -> None:
+    def begin_at_prices_of(self, plan: Chosen) -> None:
         """Ask first at prices of memory that a plan has of the same model, captured otherwise."""
         own, row = context_of(plan).memory_model, context_of(plan).row
         if row is None or not plan.multiplier:
@@ -164,7 +164,7 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
     *first, last = formulations
     for formulation in first:
         try:
-            return Solved(formulation, pins, settings, _best(formulation, pins, settings.without_reasons()))
+            return Solved(formulation, pins, settings, best_within(formulation, pins, settings.without_reasons()))
         except CutOffError as error:
             if error.seconds < math.inf:
                 raise
@@ -174,44 +174,36 @@ def solved_by(formulations: Sequence[Formulation], pins: Pins, settings: Setting
             if is_over(deadline):
                 raise
     left = settings if not first else settings.lasting(seconds_until(deadline))
-    return Solved(last, pins, settings, _best(last, pins, left))
+    return Solved(last, pins, settings, best_within(last, pins, left))
 
 
-def plan_of(made: Solved) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan of choices that were found, weights fetched further ahead where there is room, and its
-    choices.
+def draft_of(made: Solved, memory: MemoryModel | None = None) -> Draft:
+    """Return the draft of a plan of these choices.
+
+    Weights are fetched as far ahead as a model of `memory` says, or else as there is room for.
     """
-    answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
-    return written(made, answer, model)
+    memory = memory or fetched_ahead(made.answer, made.formulation.memory, made.settings)
+    answer = _of_a_microbatch(made.answer, memory)
+    context = PlanContext(made.space, memory, made.pins, answer.choices, answer.problem, made.settings, row=answer.row)
+    return Draft(context, answer)
 
 
-def written(made: Solved, answer: Answer, model: MemoryModel) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan of an answer as `fetched_ahead` gives it, with the model of its memory."""
-    answer = _of_a_microbatch(answer, model)
-    context = PlanContext(made.space, model, made.pins, answer.choices, answer.problem, made.settings, row=answer.row)
-    return written_down(context, answer), answer.choices
-
-
-def best_plan_of(
-    runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings
-) -> tuple[Plan, tuple[int, ...]]:
-    """Return the plan with the fastest step among several implementations of micro-batches, and its choices.
+def best_plan_of(runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings) -> Draft:
+    """Return the draft of the plan with the fastest step among several implementations of micro-batches.
 
     They share the time limit. Raises CutOffError where no plan is faster than the cut-off of the settings, and else
     what planning for the last of them raises, where there is no plan for any.
     """
-    if len(runs) == 1:
-        return _planned(runs[0], stated, pins, settings)
-    found: list[tuple[Plan, tuple[int, ...]]] = []
+    found: list[Draft] = []
     slower: list[float] = []
     start = time.monotonic()
     for number, each in enumerate(runs):
         left = settings.search.time_limit - (time.monotonic() - start)
-        cutoff = min((seconds_of_microbatch(plan) for plan, _ in found), default=math.inf)
+        cutoff = min(map(seconds_of_microbatch, found), default=math.inf)
         shared = max(left / (len(runs) - number), grace())
         within = replace(settings.lasting(shared), cutoff=min(settings.cutoff, cutoff))
         try:
-            found.append(_planned(each, stated, pins, within))
+            found.append(draft_of(solved_by(stated.of(within, each), pins, within)))
         except CutOffError as error:
             slower.append(error.seconds)
         except (InfeasibleError, TimeLimitError):
@@ -220,16 +212,16 @@ def best_plan_of(
     least = min(slower, default=math.inf)
     if not found:
         raise CutOffError(least)
-    plan, choices = min(found, key=lambda made: seconds_of_microbatch(made[0]))
-    if least < seconds_of_microbatch(plan):
+    best = min(found, key=seconds_of_microbatch)
+    if least < seconds_of_microbatch(best):
         raise CutOffError(least)
-    return replace(plan, context=replace(context_of(plan), settings=settings)), choices
+    return replace(best, context=replace(best.context, settings=settings))
 
 
 def begun(
     runs: Sequence[Microbatches], stated: Statements, pins: Pins, settings: Settings, start: WarmStart
-) -> Plan | None:
-    """Return the plan of a warm start that has the fastest step, of several implementations of micro-batches.
+) -> Draft | None:
+    """Return the draft of a warm start that has the fastest step, of several implementations of micro-batches.
 
     None if the start has no choices that pins allow and a limit has room for. Nothing is proven of it: its bound is 0.
     """
@@ -239,7 +231,7 @@ def begun(
     return min(filter(None, found), key=seconds_of_microbatch, default=None)
 
 
-def _begun(formulation: Formulation, pins: Pins, settings: Settings, known: Sequence[Start]) -> Plan | None:
+def _begun(formulation: Formulation, pins: Pins, settings: Settings, known: Sequence[Start]) -> Draft | None:
     memory, limit = formulation.memory, settings.tensor_limit
     modes = None if limit is None else settings.modes(memory.lifetimes.segments)
     problem = formulation.problem(pins, modes=modes)
@@ -248,18 +240,13 @@ def _begun(formulation: Formulation, pins: Pins, settings: Settings, known: Sequ
         seconds = problem.seconds_of(choices_of_nodes(choices, taken.values()))
         if not math.isfinite(seconds):
             continue
-        peak, use, fullest = memory_use(memory, choices, taken)
-        if limit is None or peak <= limit:
-            answer = Answer(choices, taken, seconds, -math.inf, peak, use, fullest, "warm start", 0.0, problem)
-            return plan_of(Solved(formulation, pins, settings, answer))[0]
+        if limit is None or memory_use(memory, choices, taken)[0] <= limit:
+            answer = Answer(choices, taken, seconds, -math.inf, "warm start", 0.0, problem)
+            return draft_of(Solved(formulation, pins, settings, answer))
     return None
 
 
-def _planned(runs: Microbatches, stated: Statements, pins: Pins, specified: Settings) -> tuple[Plan, tuple[int, ...]]:
-    return plan_of(solved_by(stated.of(specified, runs), pins, specified))
-
-
-def seconds_of_microbatch(plan: Plan) -> float:
+def seconds_of_microbatch(plan: Chosen) -> float:
     """Return the seconds of one micro-batch with its share of what is done once a step: what a search makes least."""
     context = context_of(plan)
     if not context.memory_model.microbatches.several:
@@ -284,40 +271,40 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
     settings = settings or context.settings
     narrow, left = Formulation(context.space, context.memory_model).narrowed(pins)
     made = solved_by(formulations_of(narrow.memory, settings), left, settings)
-    answer, model = fetched_ahead(made.answer, made.formulation.memory, settings)
-    answer = _of_a_microbatch(answer, model)
+    draft = draft_of(made)
+    found = draft.context
     changed = replace(
         context,
-        space=narrow.space,
-        memory_model=model,
-        pins=left,
-        choices=answer.choices,
-        problem=answer.problem,
+        space=found.space,
+        memory_model=found.memory_model,
+        pins=found.pins,
+        choices=found.choices,
+        problem=found.problem,
         settings=settings,
-        row=answer.row,
+        row=found.row,
     )
-    found = written_down(changed, answer)
-    return replace(found, context=context_of(found).widened())
+    plan = replace(draft, context=changed).written()
+    return replace(plan, context=changed.widened())
 
 
-def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> tuple[Answer, MemoryModel]:
-    """Return the answer with weights fetched as far ahead as there is room for and use of, and the model of its memory.
+def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> MemoryModel:
+    """Return the model of memory with weights fetched as far ahead as there is room for and use of.
 
     `memory` is the model that the answer was found with; choices that gather nothing fetch nothing ahead.
     """
     if not gathers_weights(memory, answer.choices):
-        return answer, memory.fetching_ahead(0)
+        return memory.fetching_ahead(0)
     limit = settings.tensor_limit
     if settings.memory.prefetch != "auto" or limit is None:
-        return answer, memory
-    found, model = answer, memory
+        return memory
+    found = memory
     for depth in PREFETCH_DEPTHS[1 + memory.prefetch :]:
         ahead = memory.fetching_ahead(depth)
-        peak, use, fullest = memory_use(ahead, answer.choices, answer.modes)
-        if peak > limit or (depth > USUAL_DEPTH and not _is_faster(ahead, model, answer)):
+        peak, *_ = memory_use(ahead, answer.choices, answer.modes)
+        if peak > limit or (depth > USUAL_DEPTH and not _is_faster(ahead, found, answer)):
             break
-        found, model = replace(answer, peak_bytes=peak, memory=use, fullest=fullest), ahead
-    return found, model
+        found = ahead
+    return found
 
 
 def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
@@ -328,12 +315,6 @@ def _is_faster(further: MemoryModel, less: MemoryModel, answer: Answer) -> bool:
     return with_more < (1 - WORTH) * with_less
 
 
-def answer_of(formulations: Sequence[Formulation], pins: Pins, settings: Settings) -> Answer:
-    """Return the best choices under pins as `solved_by` finds them, with the seconds of a step of one micro-batch."""
-    made = solved_by(formulations, pins, settings)
-    return _of_a_microbatch(made.answer, made.formulation.memory)
-
-
 def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) -> Bounds:
     """Return the bounds of all plans under pins within a limit (bytes per device) at the plan's prices of memory."""
     context, priced = context_of(plan), None
@@ -342,15 +323,6 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
         priced = given.of_the_same_calls(context.memory_model, formulation.memory)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)
     return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.search.time_limit))
-
-
-def _best(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
-    """Return the best choices under pins; of several micro-batches with the seconds that are least, one's share of a
-    step.
-    """
-    modes = settings.modes(formulation.memory.lifetimes.segments)
-    found, limit = best_within(formulation, pins, modes, settings), settings.tensor_limit
-    return without_idle_modes(found, formulation, pins, modes, limit) if modes and limit is not None else found
 
 
 def _of_a_microbatch(answer: Answer, memory: MemoryModel) -> Answer:

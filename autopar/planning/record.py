@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.costs.hardware.collectives import Transfer, transfer_seconds
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.decision_rows import Moved, PlanRow
 from autopar.costs.plans.plan import Offloaded, Plan
 from autopar.costs.plans.workload import Workload
@@ -32,6 +33,42 @@ from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext
 from autopar.planning.step_seconds import step_seconds_of
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan that is not written down yet."""
+
+    context: PlanContext
+    answer: Answer
+    notes: tuple[str, ...] = ()
+    """Notes besides those that follow from the choices."""
+
+    @property
+    def recompute(self) -> Mapping[str, str]:
+        """Segment → its mode, as in a plan."""
+        return self.answer.modes
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds per step of one micro-batch, without what hosts add."""
+        return self.answer.seconds
+
+    @property
+    def multiplier(self) -> float:
+        """Seconds per byte in the rows of the memory limit."""
+        return self.answer.multiplier
+
+    @property
+    def strategies(self) -> Mapping[str, str]:
+        """Decision → the name of its strategy."""
+        every = zip(self.context.space.decisions, self.answer.choices, strict=True)
+        return {decision.name: str(decision.candidates.strategies[choice]) for decision, choice in every}
+
+    def written(self) -> Plan:
+        """Return the plan."""
+        plan = written_down(self.context, self.answer)
+        return replace(plan, notes=(*plan.notes, *self.notes))
 
 
 def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
@@ -125,17 +162,17 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], again[number], held[number]))
     rows = marked(rows, space, context.annotations)
-    names = [str(d.candidates.strategies[c]) for d, c in zip(space.decisions, choices, strict=True)]
+    peak_bytes, memory, _ = memory_use(context.memory_model, choices, answer.modes)
     return Plan(
         mesh=space.mesh,
         fingerprint=space.program.fingerprint,
-        choices={d.name: name for d, name in zip(space.decisions, names, strict=True)},
+        choices=Draft(context, answer).strategies,
         descriptions=_descriptions(space),
         rows=tuple(rows),
         seconds=answer.seconds + context.host_seconds,
-        bound=max(0.0, answer.bound + context.host_seconds),
+        bound=max(0.0, answer.bound + context.host_seconds) if answer.bound > 0 else 0.0,
         host_seconds=context.host_seconds,
-        peak_bytes=answer.peak_bytes,
+        peak_bytes=peak_bytes,
         traffic=dict(traffic),
         solver=answer.solver,
         memory_limit=context.settings.limit,
@@ -150,9 +187,10 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
             *notes_on_order(space, choices),
             *notes_on_narrowing(space),
         ),
-        memory=answer.memory,
+        memory=memory,
         recompute=answer.modes,
         prefetch=context.memory_model.prefetch,
+        mode=context.mode,
         reduce_each=context.memory_model.microbatches.reduce_each,
         zigzag_axes=space.zigzag_axes,
         offload=_offloaded(space, answer.modes),

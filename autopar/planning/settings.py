@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
-from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, PipelineError, PlanError
 from autopar.ir.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
@@ -175,7 +174,20 @@ class PlanContext:
         return replace(self, space=whole.space, memory_model=whole.memory, pins=pins, choices=choices)
 
 
-def context_of(plan: Plan, requested: str = "context") -> PlanContext:
+class Chosen(Protocol):
+    """A plan, or a draft of one (`planning.record.Draft`)."""
+
+    @property
+    def context(self) -> object: ...
+    @property
+    def recompute(self) -> Mapping[str, str]: ...
+    @property
+    def device_seconds(self) -> float: ...
+    @property
+    def multiplier(self) -> float: ...
+
+
+def context_of(plan: Chosen, requested: str = "context") -> PlanContext:
     """Return the context of a plan; raise PlanError if the plan was loaded, since `requested` then needs its model."""
     if plan.context is None:
         raise PlanError(

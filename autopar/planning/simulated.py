@@ -29,16 +29,14 @@ from typing import Protocol, Self, TypeVar
 
 from autopar.costs.hardware.collectives import transfer_seconds
 from autopar.costs.hardware.overlap import NOTHING, kind_of
-from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space, without_gradient
 from autopar.costs.steps.step import microbatch_seconds, step_timeline
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation
-from autopar.planning.memory_limit.answers import Answer
-from autopar.planning.record import written_down
-from autopar.planning.settings import context_of
+from autopar.planning.record import Draft
+from autopar.planning.settings import Chosen, context_of
 from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import is_over, whole_is_over
 from autopar.solver.oracles import lower_bound
@@ -86,7 +84,7 @@ class Simulated(Protocol):
 
 
 S = TypeVar("S", bound=Simulated)
-Again = Callable[[Space, Plan, float], Plan]
+Again = Callable[[Space, Draft, float], Draft]
 """Search a space with other costs from a plan of the same decisions, up to an optimality gap."""
 
 
@@ -142,20 +140,20 @@ def _better(best: S, found: S, is_simpler: bool) -> tuple[S, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedPlan:
-    plan: Plan
+    plan: Draft
     timeline: Timeline
 
     @classmethod
-    def of(cls, plan: Plan) -> _SimulatedPlan:
+    def of(cls, plan: Draft) -> _SimulatedPlan:
         return cls(plan, timeline_of(plan))
 
     @property
     def space(self) -> Space:
-        return context_of(self.plan).space
+        return self.plan.context.space
 
     @property
     def choices(self) -> tuple[int, ...]:
-        return context_of(self.plan).choices
+        return self.plan.answer.choices
 
     @property
     def simulated_seconds(self) -> float:
@@ -166,22 +164,22 @@ class _SimulatedPlan:
         return self.plan.device_seconds
 
     def is_same(self, other: _SimulatedPlan) -> bool:
-        return self.plan.choices == other.plan.choices and self.plan.recompute == other.plan.recompute
+        return self.plan.strategies == other.plan.strategies and self.plan.recompute == other.plan.recompute
 
     def priced_as(self, other: _SimulatedPlan) -> _SimulatedPlan:
         plan = _priced_as(self.plan, other.plan)
         return self.of(replace(plan, notes=(*plan.notes, OF_A_LONGER_STEP)))
 
 
-def as_simulated(plan: Plan, again: Again, deadline: float, space: Space | None = None) -> Plan:
-    """Return the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
+def as_simulated(plan: Draft, again: Again, deadline: float, space: Space | None = None) -> Plan:
+    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
 
     def next_one(costs: Space, best: _SimulatedPlan, gap: float) -> _SimulatedPlan:
         return _SimulatedPlan.of(again(costs, best.plan, gap))
 
     found = shortest_simulated(_SimulatedPlan.of(plan), next_one, deadline, space)
     found = _by_its_own_step(found, deadline)
-    return _with_timeline(found.plan, found.timeline)
+    return _written(found.plan, found.timeline)
 
 
 def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
@@ -189,10 +187,10 @@ def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
 
     Its bound is that of one evaluation at its prices of memory. So is that of a warm start that searches left in place.
     """
-    plan, context = found.plan, context_of(found.plan)
+    plan, context, answer = found.plan, found.plan.context, found.plan.answer
     apart, shares = _waited(found)
     is_near = apart <= FAR * found.timeline.seconds
-    if (is_near and plan.bound) or is_over(deadline) or whole_is_over():
+    if (is_near and answer.bound > 0) or is_over(deadline) or whole_is_over():
         return found
     costs = found.space.waiting_for({**dict(found.space.overlapped.waited), **({} if is_near else shares)})
     model, row, limit = context.memory_model.on(costs), context.row, context.settings.tensor_limit
@@ -202,36 +200,27 @@ def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
     budget = None if row is None or limit is None else row.total * limit
     problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
     try:
-        least = lower_bound(problem, plan.multiplier, deadline)
+        least = lower_bound(problem, answer.multiplier, deadline)
     except TimeLimitError:
         return found
-    parts, runs = step_seconds_of(model, found.choices, plan.recompute), model.microbatches
+    parts, runs = step_seconds_of(model, found.choices, answer.modes), model.microbatches
     searched = parts.per_microbatch(runs.count) if runs.several else parts.seconds
     bound = parts.seconds - max(0.0, searched - least)
-    priced = replace(plan, bound=bound, context=replace(context, space=costs, memory_model=model, problem=problem))
+    context = replace(context, space=costs, memory_model=model, problem=problem)
+    priced = replace(plan, answer=replace(answer, bound=bound, problem=problem), context=context)
     again = found.of(_priced_as(plan, priced))
     return again if again.simulated_seconds <= (1 + WORTH) * found.simulated_seconds else found
 
 
-def _with_timeline(plan: Plan, timeline: Timeline) -> Plan:
+def _written(draft: Draft, timeline: Timeline) -> Plan:
     """Return the plan with the seconds of its timeline, and those that hosts add to its sum."""
-    context = context_of(plan)
     hosts = timeline.launching - timeline.lateness
-    further = hosts - context.host_seconds
-    plan = replace(
-        plan,
-        simulated=timeline.seconds,
-        seconds=plan.seconds + further,
-        bound=max(0.0, plan.bound + further) if plan.bound else 0.0,
-        host_seconds=hosts,
-        context=replace(context, host_seconds=hosts),
-    )
-    if plan.workload is None:
-        return plan
-    return replace(plan, workload=replace(plan.workload, seconds=simulated_seconds(plan, timeline)))
+    plan = replace(draft, context=replace(draft.context, host_seconds=hosts)).written()
+    work, seconds = plan.workload, simulated_seconds(draft, timeline)
+    return replace(plan, simulated=timeline.seconds, workload=work and replace(work, seconds=seconds))
 
 
-def simulated_seconds(plan: Plan, timeline: Timeline | None = None) -> float:
+def simulated_seconds(plan: Chosen, timeline: Timeline | None = None) -> float:
     """Return the seconds of a step of all micro-batches, by the timeline, which is simulated unless it is given."""
     context = context_of(plan)
     seconds, further = (timeline or timeline_of(plan)).seconds, context.memory_model.microbatches.count - 1
@@ -239,7 +228,7 @@ def simulated_seconds(plan: Plan, timeline: Timeline | None = None) -> float:
     return seconds + further * sum(each)
 
 
-def timeline_of(plan: Plan) -> Timeline:
+def timeline_of(plan: Chosen) -> Timeline:
     """Return the simulated step of one micro-batch."""
     context = context_of(plan)
     return step_timeline(context.memory_model, context.choices, plan.recompute)
@@ -276,31 +265,16 @@ def _waited(found: Simulated) -> tuple[float, Mapping[str, float]]:
     return waited_shares(space, found.choices, found.timeline) if hides else (0.0, {})
 
 
-def _priced_as(best: Plan, found: Plan) -> Plan:
+def _priced_as(best: Draft, found: Draft) -> Draft:
     """Return a plan with the costs, and the bound, of another one."""
-    context, own = context_of(found), context_of(best)
-    model = context.memory_model.fetching_ahead(best.prefetch)
-    peak, memory, fullest = memory_use(model, own.choices, best.recompute)
-    answer = Answer(
-        choices=own.choices,
-        modes=best.recompute,
-        seconds=step_seconds_of(model, own.choices, best.recompute).seconds,
-        bound=found.bound,
-        peak_bytes=peak,
-        memory=memory,
-        fullest=fullest,
-        solver=found.solver,
-        multiplier=found.multiplier,
-        problem=context.problem,
-        row=context.row,
-    )
-    written = written_down(replace(context, memory_model=model, choices=own.choices), answer)
-    return replace(best, **{name: getattr(written, name) for name in COSTS})
+    choices, modes = best.answer.choices, best.answer.modes
+    model = found.context.memory_model.fetching_ahead(best.context.memory_model.prefetch)
+    seconds = step_seconds_of(model, choices, modes).seconds
+    context = replace(found.context, memory_model=model, choices=choices)
+    return Draft(context, replace(found.answer, choices=choices, modes=modes, seconds=seconds), best.notes)
 
 
 OF_A_LONGER_STEP = (
     "the sum of costs prefers a plan whose simulated step is longer, which the optimality gap is measured from"
 )
 """Note on a plan with the costs of one that is less by these."""
-COSTS = ("seconds", "bound", "host_seconds", "rows", "solver", "multiplier", "waits", "workload", "context")
-"""Fields of a plan that depend on what its collectives cost."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.console.units import format_seconds
-from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space, stores_dtensors
 from autopar.costs.steps.step import step_timeline
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, StrategyError, TimeLimitError
@@ -26,7 +25,8 @@ from autopar.ir.sharding.layout import replicated
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.formulation import Pins
 from autopar.planning.planner import seconds_of_microbatch
-from autopar.planning.settings import PlanContext, Settings, context_of
+from autopar.planning.record import Draft
+from autopar.planning.settings import PlanContext, Settings
 from autopar.planning.simulated import simulated_seconds
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.strategies.presets import annotations_for
@@ -38,16 +38,16 @@ DOUBT = 1e-2
 """Relative: if the timeline is longer than the sum by more, the sum may have chosen wrongly."""
 SMALL = 2000
 """Decisions of a graph that is planned and simulated in a few seconds, so that plans are compared in any case."""
-Again = Callable[[Pins, Settings], Plan]
+Again = Callable[[Pins, Settings], Draft]
 """Plan once more under pins and settings; raises what planning raises."""
 
 
-def with_storage_settled(free: Plan, annotations: tuple[Annotation, ...], again: Again, deadline: float) -> Plan:
+def with_storage_settled(free: Draft, annotations: tuple[Annotation, ...], again: Again, deadline: float) -> Draft:
     """Return `free`, or a plan with whole parameters if its simulated step is not slower.
 
     `annotations` are those that the pins of `free` follow from.
     """
-    context = context_of(free)
+    context = free.context
     space, settings = context.space, context.settings
     splits, small = stores_dtensors(space, context.choices), len(space.decisions) <= SMALL
     trained = sum(_is_trained(space, number) for number in range(len(space.decisions)))
@@ -70,25 +70,25 @@ def with_storage_settled(free: Plan, annotations: tuple[Annotation, ...], again:
     return best
 
 
-def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> Plan | None:
+def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> Draft | None:
     """Return the plan under other pins; None if there is none in time within the limits of the settings."""
     if is_over(deadline):
         return None
     with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
         warnings.simplefilter("ignore")  # the plan that is compared has warned
         found = again(pins, settings.lasting(seconds_until(deadline)).without_reasons())
-        context = replace(context_of(found), settings=settings)
+        context = replace(found.context, settings=settings)
         return replace(found, context=context) if seconds_of_microbatch(found) < settings.cutoff else None
     return None
 
 
-def _is_significant(seconds: float, plan: Plan) -> bool:
+def _is_significant(seconds: float, plan: Draft) -> bool:
     return seconds > WORTH * _summed_seconds(plan)
 
 
-def _summed_seconds(plan: Plan) -> float:
+def _summed_seconds(plan: Draft) -> float:
     """Return the seconds of a step of all micro-batches, by the solver's sum."""
-    return seconds_of_microbatch(plan) * context_of(plan).memory_model.microbatches.count
+    return seconds_of_microbatch(plan) * plan.context.memory_model.microbatches.count
 
 
 def _of_data_parallel(context: PlanContext, annotations: tuple[Annotation, ...]) -> Iterator[Pins]:
@@ -118,12 +118,11 @@ def _is_trained(space: Space, number: int) -> bool:
     return bool(space.optimizer.step_bytes(decision.node.meta["tensor"], space.is_matrix(number)))
 
 
-def _noted(found: Plan, free: Plan, own: float, simulated: float) -> Plan:
+def _noted(found: Draft, free: Draft, own: float, simulated: float) -> Draft:
     """Return the plan that is taken, with a note on the one that it was compared with."""
-    context, other = context_of(found), context_of(free)
     note = (
         f"parameters stay plain tensors: the simulated step takes {format_seconds(own)}, and "
         f"{format_seconds(simulated)} with the plan that the sum of costs prefers"
     )
-    specified = replace(context, settings=other.settings, keeps_whole=True, annotations=other.annotations)
-    return replace(found, notes=(*found.notes, note), context=specified)
+    specified = {"settings": free.context.settings, "annotations": free.context.annotations}
+    return replace(found, notes=(*found.notes, note), context=replace(found.context, keeps_whole=True, **specified))

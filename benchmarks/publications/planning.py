@@ -37,7 +37,7 @@ from autopar.planning.pipeline.schedules.simulation import simulate as simulate_
 from autopar.planning.pipeline.stage_search import StageSearch
 from autopar.planning.pipeline.stage_seconds import step_parts, timed, weight_seconds
 from autopar.planning.pipeline.stages.stage_bytes import TRANSIENT, running_bytes
-from autopar.planning.planner import plan_of
+from autopar.planning.planner import draft_of
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.step_seconds import reduction_seconds
@@ -261,7 +261,7 @@ def plan_of_stage(search: StageSearch, stage: int, last: int, layers: int) -> Pl
         first, end = places[-1] + 1 - layers, len(blocks)
     else:
         first, end = places[1], places[1] + layers
-    return plan_of(search.solve(search.splitter.between(first, end), stage, {}))[0]
+    return draft_of(search.solve(search.splitter.between(first, end), stage, {})).written()
 
 
 def _seconds(depths: Depths, sent: tuple[Send, Send], share: float, halves: bool) -> StageSeconds:

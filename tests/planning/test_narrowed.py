@@ -118,7 +118,7 @@ def test_pins_that_contradict_each_other_are_named_though_nothing_else_is_left(m
     messages = []
     for each, others in ((space, pins), (space.keeping(pins), {})):
         with pytest.raises(InfeasibleError) as raised:
-            best_within(Formulation(each, MemoryModel(each)), others, None, Settings())
+            best_within(Formulation(each, MemoryModel(each)), others, Settings())
         messages.append(str(raised.value))
     assert messages[0] == messages[1] and "forbids every pair of strategies allowed for them" in messages[0]
 

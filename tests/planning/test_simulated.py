@@ -12,14 +12,18 @@ import torch
 import autopar
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
+from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.planning import simulated
-from autopar.planning.planner import make_plan
-from autopar.planning.settings import context_of
+from autopar.planning import planner, record, simulated
+from autopar.planning.formulation import Pins
+from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.planner import Statements, best_plan_of
+from autopar.planning.record import Draft
+from autopar.planning.settings import PlanContext, Settings, context_of
 from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
 from autopar.solver.deadline import NEVER, lasting
 from autopar.views.inspection.breakdown import LAUNCHES, breakdown
@@ -37,6 +41,18 @@ def _plan(hardware: Hardware = HIDING, strategy: str = "zero3", **options: objec
     return autopar.plan(Stack(), Mesh({"dp": 2, "tp": 2}), X, **requested)
 
 
+def _draft(
+    space: Space, pins: Pins, settings: Settings = Settings(), microbatches: Microbatches | None = None
+) -> Draft:
+    return best_plan_of([microbatches or Microbatches()], Statements(space), pins, settings)
+
+
+def _by_the_rule(context: PlanContext) -> Draft:
+    """The draft of a plan that costs of no simulated step have led to."""
+    space = context.space.waiting_for({})
+    return _draft(space, context.pins, context.settings, context.memory_model.microbatches)
+
+
 def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     plan = _plan()
     timeline = plan.timeline()
@@ -44,23 +60,32 @@ def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     assert plan.seconds == pytest.approx(timeline.seconds, rel=FAR)
     assert plan.step_seconds == plan.simulated == timeline.seconds == simulated_seconds(plan)
     assert plan.workload is not None and plan.workload.seconds == timeline.seconds
-    first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
-    assert abs(first.seconds / timeline_of(first).seconds - 1) > 2 * FAR, "the rule of one axis says too little here"
+    first = _by_the_rule(context_of(plan))
+    assert abs(first.device_seconds / timeline_of(first).seconds - 1) > 2 * FAR, (
+        "the rule of one axis says too little here"
+    )
+
+
+def test_of_all_plans_that_searches_make_one_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, writings = list[object](), list[object]()
+    search, write = planner.best_within, record.written_down
+    monkeypatch.setattr(planner, "best_within", lambda *args: (searches.append(args), search(*args))[1])
+    monkeypatch.setattr(record, "written_down", lambda *args: (writings.append(args), write(*args))[1])
+    _plan(SLOW_LINK)
+    assert len(searches) > 1 and len(writings) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"memory": "1GB"}])
 def test_a_plan_that_no_search_follows_has_the_costs_of_its_step(options: dict[str, Any]) -> None:
     context = context_of(_plan(**options))
 
-    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+    def again(costs: Space, incumbent: Draft, gap: float) -> Draft:
         raise InfeasibleError("nothing is searched for")
 
-    first, _ = make_plan(
-        context.space.waiting_for({}), context.pins, context.settings, context.memory_model.microbatches
-    )
+    first = _by_the_rule(context)
     found = as_simulated(first, again, NEVER)
-    assert not first.waits and found.waits and found.choices == first.choices
-    assert abs(timeline_of(first).seconds / first.seconds - 1) > 2 * FAR
+    assert found.waits and found.choices == first.strategies
+    assert abs(timeline_of(first).seconds / first.device_seconds - 1) > 2 * FAR
     assert found.timeline().seconds == pytest.approx(found.seconds, rel=FAR)
     assert found.bound <= found.seconds and found.verify().ok
 
@@ -117,10 +142,10 @@ def test_where_nothing_is_hidden_no_second_search_is_made() -> None:
 
 def test_a_small_plan_has_its_simulated_step_also_if_the_time_of_the_planner_is_over() -> None:
     plan = _plan()
-    first, _ = make_plan(context_of(plan).space.waiting_for({}), context_of(plan).pins)
+    first = _by_the_rule(context_of(plan))
     with lasting(-1.0):
         found = as_simulated(first, lambda *_: pytest.fail("no time is left to search"), NEVER)
-    assert found.simulated == timeline_of(first).seconds and found.choices == first.choices
+    assert found.simulated == timeline_of(first).seconds and found.choices == first.strategies
 
 
 def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
@@ -129,23 +154,34 @@ def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
     assert plan.workload.seconds == simulated_seconds(plan) > 2 * plan.step_seconds
 
 
+def _draft_of(plan: Plan, context: PlanContext) -> Draft:
+    """The draft of a plan's choices in a context."""
+    proof = plan.bound, plan.solver, plan.multiplier, context.problem
+    return Draft(context, Answer(context.choices, plan.recompute, plan.device_seconds, *proof))
+
+
+def _another(draft: Draft, number: int) -> Draft:
+    """The draft with the mode of a segment that no model has, so that it is another plan."""
+    return replace(draft, answer=replace(draft.answer, modes={f"search {number}": "none"}))
+
+
 SLOW_LINK = replace(HIDING, flops={"float32": 1e9}, links=(Link("wire", None, 1e-6, 1e8),))
 
 
-def _overlapped_by_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
+def _overlapped_by_a_longer_one() -> tuple[Draft, Plan, list[Draft]]:
     """A plan before its costs are those of its step, what it leads to, and the next ones, which split nothing."""
     plan = _plan(SLOW_LINK)
     context = context_of(plan).widened()  # other plans than the preset's take part
-    first = replace(plan, waits={}, context=replace(context, space=context.space.waiting_for({})))
+    first = _draft_of(plan, replace(context, space=context.space.waiting_for({})))
     splits_nothing = {
         number: np.array([all(choice == "-" for choice in each.choices) for each in decision.candidates.strategies])
         for number, decision in enumerate(context.space.decisions)
         if decision.kind == "call"
     }
-    nexts: list[Plan] = []
+    nexts: list[Draft] = []
 
-    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
-        nexts.append(make_plan(costs, splits_nothing)[0])
+    def again(costs: Space, incumbent: Draft, gap: float) -> Draft:
+        nexts.append(_draft(costs, splits_nothing))
         return nexts[-1]
 
     return first, as_simulated(first, again, NEVER), nexts
@@ -154,14 +190,14 @@ def _overlapped_by_a_longer_one() -> tuple[Plan, Plan, list[Plan]]:
 def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
     plan = _plan(SLOW_LINK)
     first, found, (other,) = _overlapped_by_a_longer_one()
-    assert other.waits and found.waits == other.waits
-    assert found.choices == first.choices and found.seconds == pytest.approx(plan.seconds)
-    assert found.bound == other.bound, "of the last search, under the same costs"
+    assert found.waits and found.waits == dict(other.context.space.overlapped.waited)
+    assert found.choices == first.strategies and found.seconds == pytest.approx(plan.seconds)
+    assert found.bound == pytest.approx(other.answer.bound + found.host_seconds), "of the last search"
     assert any("simulated step is longer" in note for note in found.notes)
 
 
 def test_costs_whose_cheapest_moves_make_the_step_longer_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def longer(plan: Plan) -> Timeline:
+    def longer(plan: Draft) -> Timeline:
         found = timeline_of(plan)
         return replace(found, seconds=2 * found.seconds) if context_of(plan).space.overlapped.waited else found
 
@@ -175,32 +211,30 @@ def test_a_space_with_other_axes_is_searched_once_also_where_costs_agree() -> No
     plan = _plan(load("cpu"))
     context, searched = context_of(plan), []
 
-    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+    def again(costs: Space, incumbent: Draft, gap: float) -> Draft:
         searched.append((costs, incumbent, gap))
-        return make_plan(costs, context.pins)[0]
+        return _draft(costs, context.pins)
 
-    other = context.space.waiting_for({})
-    found = as_simulated(plan, again, NEVER, other)
+    first, other = _draft_of(plan, context), context.space.waiting_for({})
+    found = as_simulated(first, again, NEVER, other)
     ((costs, incumbent, gap),) = searched
-    assert costs.edges == other.edges and incumbent is plan and gap == 0.0
+    assert costs.edges == other.edges and incumbent is first and gap == 0.0
     assert found.choices == plan.choices and context_of(found).space is costs
 
 
 def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, gaps = replace(_plan(), waits={}), list[float]()
-    context = context_of(first)
-    first = replace(first, context=replace(context, space=context.space.waiting_for({})))
+    context, gaps = context_of(_plan()), list[float]()
 
-    def same(plan: Plan) -> Timeline:
+    def same(plan: Draft) -> Timeline:
         return replace(timeline_of(plan), seconds=1.0)
 
-    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+    def again(costs: Space, incumbent: Draft, gap: float) -> Draft:
         gaps.append(gap)
-        return replace(make_plan(costs, context.pins)[0], recompute={"search": str(len(gaps))})
+        return _another(_draft(costs, context.pins), len(gaps))
 
     monkeypatch.setattr(simulated, "timeline_of", same)
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
-    as_simulated(first, again, NEVER)
+    as_simulated(_by_the_rule(context), again, NEVER)
     assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
 
 
@@ -208,15 +242,15 @@ def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.
 def test_a_shorter_plan_is_searched_for_again_if_its_step_waits_for_more_than_its_costs_say(
     simulated_seconds: tuple[float, ...], searches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, searched = _plan(), list[Space]()
+    plan, searched = _plan(), list[Space]()
     seconds = iter(simulated_seconds)
 
-    def again(costs: Space, incumbent: Plan, gap: float) -> Plan:
+    def again(costs: Space, incumbent: Draft, gap: float) -> Draft:
         searched.append(costs)
-        return replace(make_plan(costs, context_of(first).pins)[0], recompute={"search": str(len(searched))})
+        return _another(_draft(costs, context_of(plan).pins), len(searched))
 
-    monkeypatch.setattr(simulated, "timeline_of", lambda plan: replace(timeline_of(plan), seconds=next(seconds)))
+    monkeypatch.setattr(simulated, "timeline_of", lambda draft: replace(timeline_of(draft), seconds=next(seconds)))
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
     monkeypatch.setattr(simulated, "_by_its_own_step", lambda found, deadline: found)
-    found = as_simulated(first, again, NEVER)
+    found = as_simulated(_draft_of(plan, context_of(plan)), again, NEVER)
     assert len(searched) == searches and found.simulated == simulated_seconds[-1]

@@ -125,7 +125,7 @@ class SecondForward(OfTensors):
         return self._again[key]
 
     def _needs_again(self, edge: TensorEdge, mode: int) -> bool:
-        if not self.lifetimes.segment[edge.target] or edge.tensor.is_of_weights:
+        if mode == 0 or not self.lifetimes.segment[edge.target] or edge.tensor.is_of_weights:
             return False
         return self.lifetimes.needs_input(edge) or self.lifetimes.reruns(edge.target, mode)
 
@@ -159,8 +159,9 @@ class SecondForward(OfTensors):
 
     def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
         """Return the seconds of a call's second forward under choices and modes."""
-        again = self.seconds_of(number)
-        return 0.0 if again is None else float(again[self.lifetimes.mode_of(number, modes)][choices[number]])
+        mode = self.lifetimes.mode_of(number, modes)
+        again = self.seconds_of(number) if mode else None
+        return 0.0 if again is None else float(again[mode][choices[number]])
 
     def at_edge(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> float:
         """Return the seconds of what runs again on account of an edge under choices and modes."""

@@ -1,12 +1,14 @@
-"""A move: a change of placement on one mesh axis, or the same on several joined ones, and its collectives."""
+"""A move: a change of placement on one mesh axis, or the same on several joined ones; its collectives; all moves."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from autopar.costs.hardware.collectives import Transfer
@@ -226,3 +228,111 @@ def regathered(moves: Sequence[Move], tensor: MovedTensor) -> tuple[bool, ...]:
         last = last and (gathers or (move.source is I and move.target is R))
         found.append(last and gathers)
     return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Moves between layouts: the positions of the layouts before and after, and equal numbers for equal axes and
+    placements.
+    """
+
+    layouts: tuple[Layout, ...]
+    moves: tuple[Move, ...]
+    before: np.ndarray
+    after: np.ndarray
+    alike: np.ndarray
+
+    def each(self, tensor: MovedTensor, mesh: Mesh, price: Callable[[Move], tuple[float, ...]]) -> np.ndarray:
+        """Return what `price` says of every move, a row per number; it is called once for moves that cost the same.
+
+        Moves of the same axes between equal placements move the same bytes where the parts are as large.
+        """
+        numbers: dict[object, int] = {}
+        local = _local_parts(self.layouts, tensor, mesh)
+        parts = np.array([numbers.setdefault(each, len(numbers)) for each in local])
+        kinds = (self.alike * len(numbers) + parts[self.before]) * len(numbers) + parts[self.after]
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        return np.array([price(self.moves[number]) for number in first], dtype=float)[kind].T
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfMoves:
+    """A number of each single move: a layout has few, so that a matrix of all pairs is made when it is needed."""
+
+    moves: Moves
+    each: np.ndarray
+
+    def matrix(self, elsewhere: np.ndarray | None = None) -> np.ndarray:
+        """Return the numbers by the layouts before and after, with those of a matrix (or 0) where there is no move."""
+        count = len(self.moves.layouts)
+        found = np.zeros((count, count)) if elsewhere is None else elsewhere.copy()
+        found[self.moves.before, self.moves.after] = self.each
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def moves_among(layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]) -> Moves:
+    """Return every move between two of the layouts."""
+    index, known = {layout: i for i, layout in enumerate(layouts)}, {layout: layout for layout in layouts}
+    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
+    numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
+    moves = tuple(
+        move
+        for layout in layouts
+        for move in (*_moves(layout, known, placements), *_joined_moves(layout, known, joined))
+    )
+    ends = np.array([(index[move.before], index[move.after]) for move in moves], dtype=np.intp).reshape(-1, 2)
+    alike = [numbers.setdefault((move.axes, move.source, move.target), len(numbers)) for move in moves]
+    return Moves(layouts, moves, ends[:, 0], ends[:, 1], np.array(alike, dtype=np.intp))
+
+
+def _moves(layout: Layout, known: Mapping[Layout, Layout], placements: Sequence[Placement]) -> list[Move]:
+    """Return every single-axis change to one of `placements` that touches no dim which a later axis splits.
+
+    It leads to one of the `known` layouts, each of which is one object in all moves.
+    """
+    found = []
+    for axis, source in enumerate(layout):
+        split_later = {placement.dim for placement in layout[axis + 1 :] if placement.is_split}
+        if source.is_split and source.dim in split_later:
+            continue
+        for target in placements:
+            if target is source or (source is P and target is R):
+                continue  # P → R is P → I → R
+            if target.is_split and target.dim in split_later:
+                continue
+            after = known.get(layout.replace(axis, target))
+            if after is not None:
+                found.append(Move((axis,), layout, after))
+    return found
+
+
+def _joined_moves(layout: Layout, known: Mapping[Layout, Layout], joined: Sequence[tuple[int, ...]]) -> list[Move]:
+    """Return every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
+    found = []
+    for axes in joined:
+        source = layout[axes[0]]
+        if source.is_split:
+            fits = layout.axes_of(source.dim)[-len(axes) :] == axes
+        else:
+            fits = all(layout[axis] is I for axis in axes)
+        for target in (R, I):
+            after = known.get(Layout(target if axis in axes else placement for axis, placement in enumerate(layout)))
+            if fits and target is not source and after is not None:
+                found.append(Move(axes, layout, after))
+    return found
+
+
+def _local_parts(layouts: Sequence[Layout], tensor: MovedTensor, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return what transfers of a tensor in each layout depend on.
+
+    That is the number of elements, and dims of size 1 in front; where something is padded, the whole local shape.
+    """
+    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
+    if tensor.padded and not all(layout.divides(tensor.shape, mesh.sizes) for layout in layouts):
+        return shapes
+    return [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
+
+
+def _leading_ones(shape: Sequence[int]) -> int:
+    return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -31,9 +30,11 @@ from autopar.costs.pricing.message_sizes import ALONE
 from autopar.costs.pricing.moves import (
     Move,
     MovedTensor,
+    OfMoves,
     Place,
     in_bucket,
     makes_parts,
+    moves_among,
     place_in,
     regathered,
     transfers,
@@ -96,12 +97,12 @@ class ReshardTable:
         tensor: MovedTensor,
         mesh: Mesh,
         hardware: Hardware,
-        forward: np.ndarray,
-        gathers: np.ndarray,
+        forward: OfMoves,
+        gathers: OfMoves,
     ):
         """`forward` are the seconds of the forward collectives of each single move that runs alone.
 
-        `gathers` says which of them are gathers.
+        `gathers` says which single moves are gathers, of those in buckets if there are some.
         """
         self.layouts = layouts
         self.index = {layout: i for i, layout in enumerate(layouts)}
@@ -115,12 +116,13 @@ class ReshardTable:
     @functools.cached_property
     def forward_seconds(self) -> np.ndarray:
         """Seconds of the forward collectives of the paths whose moves run alone; 0 where there is no path."""
-        return sum_along_paths(self._alone, self._forward)
+        return sum_along_paths(self._alone, self._forward.matrix())
 
     @functools.cached_property
     def last_gather_seconds(self) -> np.ndarray:
         """Seconds of the last move of each of these paths if it is a gather; else 0."""
-        return sum_along_paths(self._alone, np.where(self._gathers, self._forward, 0.0), last=True)
+        gathers = np.where(self._gathers.matrix(), self._forward.matrix(), 0.0)
+        return sum_along_paths(self._alone, gathers, last=True)
 
     @functools.cached_property
     def reduction_seconds(self) -> np.ndarray:
@@ -134,7 +136,7 @@ class ReshardTable:
             return found
         here, there, columns = np.arange(len(found))[:, None], self._together.targets, np.arange(len(self.column))
         gathers, following = np.zeros(found.shape, dtype=int), self._together.following
-        first_gathers = self._gathers[here, following].astype(int)
+        first_gathers = self._gathers.matrix()[here, following].astype(int)
         together = np.isfinite(self._together.seconds) & (self._together.seconds <= self._alone.seconds)
         own, behind, each = self._reductions
         later = 0
@@ -151,7 +153,7 @@ class ReshardTable:
     def _reductions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gathers of single moves; seconds of reductions behind one, and of all, of first moves and of later ones."""
         found = np.zeros((5, len(self.layouts), len(self.layouts)))
-        moves = _moves_among(self.layouts, tuple(self._mesh.joined.values()))
+        moves = moves_among(self.layouts, tuple(self._mesh.joined.values()))
         found[:, moves.before, moves.after] = moves.each(self._tensor, self._mesh, self._reduced_by)
         return found[0].astype(int), found[1:3], found[3:]
 
@@ -238,16 +240,18 @@ def _positions(layouts: tuple[Layout, ...], targets: tuple[Layout, ...] | None, 
 @functools.lru_cache(maxsize=4096)
 def _alone(
     tensor: MovedTensor, layouts: tuple[Layout, ...], columns: tuple[int, ...], mesh: Mesh, hardware: Hardware
-) -> tuple[Ways, np.ndarray, np.ndarray]:
+) -> tuple[Ways, OfMoves, OfMoves]:
     """Return the paths whose moves run alone, the forward seconds of each single move, and which of these gather."""
     seconds, forward, copies, gathers = _moves_alone(tensor, layouts, mesh, hardware)
-    ways = shortest_paths(seconds, np.array(columns, dtype=np.int32))
-    if copies.any():
-        ways = replace(ways, seconds=ways.seconds + (1 - COPY_TIE) * sum_along_paths(ways, copies))
-    return ways, forward, gathers.astype(bool)
+    ways = shortest_paths(seconds.matrix(_nowhere(len(layouts))), np.array(columns, dtype=np.int32))
+    if copies.each.any():
+        ways = replace(ways, seconds=ways.seconds + (1 - COPY_TIE) * sum_along_paths(ways, copies.matrix()))
+    return ways, forward, gathers
 
 
-def _moves_alone(tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware) -> np.ndarray:
+def _moves_alone(
+    tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, hardware: Hardware
+) -> tuple[OfMoves, ...]:
     """Return seconds of single moves that run alone, those of the forward and of copies, and which gather."""
 
     def price(move: Move) -> tuple[float, ...]:
@@ -259,15 +263,13 @@ def _moves_alone(tensor: MovedTensor, layouts: tuple[Layout, ...], mesh: Mesh, h
         there = sum(seconds for t, seconds in zip(found, each, strict=True) if not t.backward)
         return sum(each) - (1 - COPY_TIE) * copied + LOCAL_MOVE_SECONDS, there, copied, move.gathers
 
-    moves, found = _moves_among(layouts, ()), np.zeros((4, len(layouts), len(layouts)))
-    found[0] = _nowhere(len(layouts))
-    found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
-    return found
+    moves = moves_among(layouts, ())
+    return tuple(OfMoves(moves, each) for each in moves.each(tensor, mesh, price))
 
 
 def _in_buckets(
     tensor: MovedTensor, layouts: tuple[Layout, ...], columns: tuple[int, ...], mesh: Mesh, hardware: Hardware
-) -> tuple[Ways, np.ndarray]:
+) -> tuple[Ways, OfMoves]:
     """Return the paths whose moves all run in buckets, and which single moves gather."""
 
     def price(move: Move) -> tuple[float, ...]:
@@ -282,13 +284,12 @@ def _in_buckets(
         ]
         return (*seconds, move.gathers, makes_parts(move))
 
-    moves, found = _moves_among(layouts, tuple(mesh.joined.values())), np.zeros((5, len(layouts), len(layouts)))
-    found[:3] = _nowhere(len(layouts))
-    found[:, moves.before, moves.after] = moves.each(tensor, mesh, price)
-    gathers, to_parts = found[3:].astype(bool)
-    targets = np.array(columns, dtype=np.int32)
-    on = [ending_in_parts(shortest_paths(each, targets), np.argwhere(to_parts), layouts) for each in found[1:3]]
-    return led_by(found[0], gathers, on), gathers
+    moves, nowhere = moves_among(layouts, tuple(mesh.joined.values())), _nowhere(len(layouts))
+    *seconds, gathers, to_parts = (OfMoves(moves, each) for each in moves.each(tensor, mesh, price))
+    first, *others = (each.matrix(nowhere) for each in seconds)
+    targets, parts = np.array(columns, dtype=np.int32), np.argwhere(to_parts.matrix())
+    on = [ending_in_parts(shortest_paths(each, targets), parts, layouts) for each in others]
+    return led_by(first, gathers.matrix().astype(bool), on), gathers
 
 
 def _nowhere(count: int) -> np.ndarray:
@@ -296,21 +297,6 @@ def _nowhere(count: int) -> np.ndarray:
     found = np.full((count, count), np.inf)
     np.fill_diagonal(found, 0.0)
     return found
-
-
-def _local_parts(layouts: Sequence[Layout], tensor: MovedTensor, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Return what transfers of a tensor in each layout depend on.
-
-    That is the number of elements, and dims of size 1 in front; where something is padded, the whole local shape.
-    """
-    shapes = [layout.local_shape(tensor.shape, mesh.sizes) for layout in layouts]
-    if tensor.padded and not all(layout.divides(tensor.shape, mesh.sizes) for layout in layouts):
-        return shapes
-    return [(math.prod(shape), _leading_ones(shape)) for shape in shapes]
-
-
-def _leading_ones(shape: Sequence[int]) -> int:
-    return next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,78 +309,3 @@ def _layouts(
     of_axes = ([each for each in placements if (axis, each) not in left_out] for axis in range(mesh.ndim))
     candidates = (Layout(each) for each in itertools.product(*of_axes))
     return tuple(layout for layout in candidates if tensor.allows(layout, mesh.sizes))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moves:
-    """Moves between layouts: the positions of the layouts before and after, and equal numbers for equal axes and
-    placements.
-    """
-
-    layouts: tuple[Layout, ...]
-    moves: tuple[Move, ...]
-    before: np.ndarray
-    after: np.ndarray
-    alike: np.ndarray
-
-    def each(self, tensor: MovedTensor, mesh: Mesh, price: Callable[[Move], tuple[float, ...]]) -> np.ndarray:
-        """Return what `price` says of every move, a row per number; it is called once for moves that cost the same.
-
-        Moves of the same axes between equal placements move the same bytes where the parts are as large.
-        """
-        numbers: dict[object, int] = {}
-        local = _local_parts(self.layouts, tensor, mesh)
-        parts = np.array([numbers.setdefault(each, len(numbers)) for each in local])
-        kinds = (self.alike * len(numbers) + parts[self.before]) * len(numbers) + parts[self.after]
-        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
-        return np.array([price(self.moves[number]) for number in first], dtype=float)[kind].T
-
-
-@functools.lru_cache(maxsize=1024)
-def _moves_among(layouts: tuple[Layout, ...], joined: tuple[tuple[int, ...], ...]) -> _Moves:
-    """Return every move between two of the layouts."""
-    index = {layout: i for i, layout in enumerate(layouts)}
-    placements = tuple(dict.fromkeys(placement for layout in layouts for placement in layout))
-    numbers: dict[tuple[tuple[int, ...], Placement, Placement], int] = {}
-    moves = tuple(
-        move
-        for layout in layouts
-        for move in (*_moves(layout, index, placements), *_joined_moves(layout, index, joined))
-    )
-    ends = np.array([(index[move.before], index[move.after]) for move in moves], dtype=np.intp).reshape(-1, 2)
-    alike = [numbers.setdefault((move.axes, move.source, move.target), len(numbers)) for move in moves]
-    return _Moves(layouts, moves, ends[:, 0], ends[:, 1], np.array(alike, dtype=np.intp))
-
-
-def _moves(layout: Layout, allowed: Mapping[Layout, int], placements: Sequence[Placement]) -> list[Move]:
-    """Return every single-axis change to one of `placements` that touches no dim which a later axis splits."""
-    found = []
-    for axis, source in enumerate(layout):
-        split_later = {placement.dim for placement in layout[axis + 1 :] if placement.is_split}
-        if source.is_split and source.dim in split_later:
-            continue
-        for target in placements:
-            if target is source or (source is P and target is R):
-                continue  # P → R is P → I → R
-            if target.is_split and target.dim in split_later:
-                continue
-            after = layout.replace(axis, target)
-            if after in allowed:
-                found.append(Move((axis,), layout, after))
-    return found
-
-
-def _joined_moves(layout: Layout, allowed: Mapping[Layout, int], joined: Sequence[tuple[int, ...]]) -> list[Move]:
-    """Return every change of joined axes at once: from the innermost that split a dim, or from I on all of them."""
-    found = []
-    for axes in joined:
-        source = layout[axes[0]]
-        if source.is_split:
-            fits = layout.axes_of(source.dim)[-len(axes) :] == axes
-        else:
-            fits = all(layout[axis] is I for axis in axes)
-        for target in (R, I):
-            after = Layout(target if axis in axes else placement for axis, placement in enumerate(layout))
-            if fits and target is not source and after in allowed:
-                found.append(Move(axes, layout, after))
-    return found

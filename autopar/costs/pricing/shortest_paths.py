@@ -57,7 +57,7 @@ def shortest_paths(seconds: np.ndarray, targets: np.ndarray | None = None) -> Wa
     for after, each in reversed(steps):
         np.copyto(following, after[:, None], where=distance[after] + each <= most)
     following[targets, np.arange(len(targets))] = targets
-    return Ways(targets, distance, following, np.stack([following, following]))
+    return Ways(targets, distance, following, np.broadcast_to(following, (2, *following.shape)))
 
 
 def _steps(seconds: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -123,6 +123,7 @@ class Space:
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
     _of_layouts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    _paths: dict[tuple[int, int, int], ReshardPath] = field(default_factory=dict, init=False, repr=False)
 
     def of_layouts(self, name: str, edge: TensorEdge, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Return an array that follows from the layouts at the ends of an edge; `make` is called once per kind."""
@@ -152,9 +153,7 @@ class Space:
         return self.hardware.devices_on_host(self.num_devices or self.mesh.num_devices)
 
     def with_optimizer(self, optimizer: Optimizer) -> Space:
-        """Return the same space for an optimizer that takes the same parameters as matrices: other steps of
-        parameters.
-        """
+        """Return the space with the steps of another optimizer, which takes the same parameters as matrices."""
         by_identity: dict[int, Candidates] = {}
         decisions = list(self.decisions)
         for number, decision in enumerate(decisions):
@@ -215,9 +214,7 @@ class Space:
         return space.waiting_for(dict(self.overlapped.waited)) if self.overlapped.waited else space
 
     def waiting_for(self, shares: Mapping[str, float]) -> Space:
-        """Return the same space in which computing hides so little of weights' collectives
-        (`OverlappedWork.waited`).
-        """
+        """Return the space whose steps wait for these shares of weights' collectives (`OverlappedWork.waited`)."""
         waited = replace(self.overlapped, waited=tuple(sorted(shares.items())))
         known: dict[MovedTensor, MovedTensor] = {}
 
@@ -340,9 +337,12 @@ class Space:
 
     def path(self, edge: TensorEdge, choices: Sequence[int]) -> ReshardPath:
         """Return the reshard along an edge under the choices at its two ends."""
-        source = self.decisions[edge.source].candidates.strategies[choices[edge.source]]
-        target = self.decisions[edge.target].candidates.strategies[choices[edge.target]].inputs[edge.target_input]
-        return self.table(edge, source.saved).path(source.outputs[edge.source_output], target)
+        key = self.kind(edge), choices[edge.source], choices[edge.target]
+        if key not in self._paths:
+            source = self.decisions[edge.source].candidates.strategies[choices[edge.source]]
+            target = self.decisions[edge.target].candidates.strategies[choices[edge.target]].inputs[edge.target_input]
+            self._paths[key] = self.table(edge, source.saved).path(source.outputs[edge.source_output], target)
+        return self._paths[key]
 
     def kind(self, edge: TensorEdge) -> int:
         """Return a number shared by edges that move alike: same candidates and positions at both ends, same tensor."""

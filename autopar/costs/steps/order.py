@@ -86,7 +86,6 @@ class _Walk:
         """The last call that runs while a result is on its way → the arrival of that."""
         self.begun: set[int] = set()
         """Buckets, by their `id`."""
-        self.paths: dict[object, ReshardPath] = {}
         self.joined = joined_layers(space.program)
         self.numbers = {layer: number for number, layer in enumerate(layers_in_order(self.joined))}
 
@@ -122,7 +121,7 @@ class _Walk:
             return
         edge = self.space.inbound[number, position]
         self._value(edge.source, layer)
-        path = self._path(edge)
+        path = self.space.path(edge, self.choices)
         if path.moves:
             self.entries.append(Moved(edge, path, layer))
 
@@ -141,9 +140,3 @@ class _Walk:
         for source in bucket.sources:
             self._value(source, layer)
         self.entries.append(Gathered(bucket, layer))
-
-    def _path(self, edge: TensorEdge) -> ReshardPath:
-        key = self.space.kind(edge), self.choices[edge.source], self.choices[edge.target]
-        if key not in self.paths:
-            self.paths[key] = self.space.path(edge, self.choices)
-        return self.paths[key]

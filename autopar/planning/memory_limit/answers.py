@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.plans.decision_rows import MemoryUse
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins
 from autopar.solver.problem import Edge, Problem
@@ -26,10 +25,6 @@ class Answer:
     modes: Mapping[str, str]
     seconds: float
     bound: float
-    peak_bytes: int
-    memory: MemoryUse
-    fullest: int
-    """Place of the call whose backward is the fullest moment."""
     solver: str
     multiplier: float
     problem: Problem
@@ -95,8 +90,8 @@ def without_idle_modes(
                 choices[node], new_modes[name] = chosen, mode
     if new_modes == answer.modes:
         return answer
-    peak, use, place = memory_use(formulation.memory, answer.choices, new_modes)
-    return replace(answer, modes=new_modes, peak_bytes=peak, memory=use, fullest=place) if peak <= limit else answer
+    peak, *_ = memory_use(formulation.memory, answer.choices, new_modes)
+    return replace(answer, modes=new_modes) if peak <= limit else answer
 
 
 def row_of(prices: Mapping[int, float]) -> MemoryRow:

@@ -17,7 +17,7 @@ from autopar.costs.memory.moments import MemoryRow
 from autopar.errors import CutOffError, InfeasibleError, warn_user
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, Pins, pinned_by
-from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share
+from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share, without_idle_modes
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import LimitQuestions, Modes
 from autopar.planning.settings import Settings
@@ -34,8 +34,10 @@ STOP_GAP = 1e-3  # relative optimality gap at which an expensive search stops by
 HALF = 0.5  # largest share of the time until any choices are found; the least peak takes the rest
 
 
-def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings) -> Answer:
-    """Return the fastest choice within the memory limit of the settings, if any; `modes` None excludes recomputation.
+def best_within(formulation: Formulation, pins: Pins, settings: Settings) -> Answer:
+    """Return the fastest choice under pins, within the memory limit of the settings if they have one.
+
+    Several micro-batches are as fast as one of them with its share of what a step does once.
 
     Without a gap the optimum is searched. For many calls a choice within a thousandth of it suffices if a smaller gap
     is expensive: if elimination takes seconds, and counts of equal parts take longer. If that is not proven, the bound
@@ -50,6 +52,7 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
     counted = math.inf if settings.is_brief else stop_gap
     tolerances = Tolerances(options.gap or 0.0, stop_gap, counted, cutoff=settings.cutoff)
     request = LimitQuestions(formulation, pins, deadline, (1 - ENDING) * options.time_limit, settings.is_brief)
+    modes = settings.modes(formulation.memory.lifetimes.segments)
     with request.naming_pins():
         if limit is None or not formulation.memory.lifetimes.calls:
             return _without_a_limit(request, modes, settings)
@@ -58,7 +61,7 @@ def best_within(formulation: Formulation, pins: Pins, modes: Modes | None, setti
         why = f"{why_over()}: " if is_over(deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"
         warn_user(f"{why}the plan is within the limit at every moment, but not proven best: {most}.", RuntimeWarning)
-    return found
+    return without_idle_modes(found, formulation, pins, modes, limit) if modes else found
 
 
 def _without_a_limit(request: LimitQuestions, modes: Modes | None, settings: Settings) -> Answer:

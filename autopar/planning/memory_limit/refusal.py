@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.console.units import format_bytes
 from autopar.costs.memory.moments import MemoryRow
-from autopar.costs.memory.peak import bytes_by_moment, memory_use
+from autopar.costs.memory.peak import bytes_by_moment
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation, Pins
 from autopar.planning.memory_limit.answers import Answer, choices_and_modes
@@ -135,6 +135,5 @@ class LimitQuestions:
 
     def answer(self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None) -> Answer:
         choices, chosen = choices_and_modes(solution.choices, self.formulation, modes)
-        peak, use, place = memory_use(self.formulation.memory, choices, chosen)
         certificate = solution.solver, solution.multiplier, problem, row
-        return Answer(choices, chosen, solution.seconds, solution.bound, peak, use, place, *certificate)
+        return Answer(choices, chosen, solution.seconds, solution.bound, *certificate)

@@ -17,8 +17,9 @@ from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
-from autopar.planning.planner import Solved, fetched_ahead, formulations_of, plan_of, written
+from autopar.planning.planner import Solved, draft_of, fetched_ahead, formulations_of
 from autopar.solver.oracles import lower_bound
+from autopar.solver.problem import Problem
 
 
 @dataclass(slots=True)
@@ -27,8 +28,8 @@ class StageFinisher:
 
     search: StageSearch
     deadline: float
-    ahead: dict[int, tuple[Answer, int]] = field(default_factory=dict)
-    """Known stage (by identity) → its choices and the layers that they fetch ahead."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Known stage (by identity) → the layers that its choices fetch ahead."""
     bounds: dict[int, float] = field(default_factory=dict)
     """Structure → seconds that no choices take less than, whatever the memory."""
 
@@ -42,7 +43,7 @@ class StageFinisher:
         if not any(name in storage and name not in stored for name in program.parameters):
             searched = search.fastest(first, end, stage)
         if searched is None:
-            return plan_of(search.solve(program, stage, storage))[0]
+            return draft_of(search.solve(program, stage, storage)).written()
         return self._plan_like(searched, program, number, stage)
 
     def _plan_like(self, searched: SearchedStage, program: Program, number: int, stage: int) -> Plan:
@@ -52,24 +53,18 @@ class StageFinisher:
         space, pins = search.narrowed(program, search.planned.request.storage)
         settings = search.settings(stage).lasting(search.planned.request.settings.search.time_limit)
         formulation = formulations_of(search.memory_of(space, stage), settings)[-1]
-        own = Solved(formulation, pins, settings, made.answer)
+        answer, limit = _answer_on(made, formulation.memory), settings.tensor_limit
         if id(searched) not in self.ahead:
-            answer, model = fetched_ahead(made.answer, made.formulation.memory, made.settings)
-            self.ahead[id(searched)] = answer, model.prefetch
-        answer, prefetch = self.ahead[id(searched)]
-        found = _answer_on(answer, made, own, formulation.memory.fetching_ahead(prefetch))
-        if (
-            settings.tensor_limit is not None and found.peak_bytes > settings.tensor_limit
-        ):  # fetched ahead it does not fit
-            prefetch = made.formulation.memory.prefetch
-            found = _answer_on(made.answer, made, own, formulation.memory.fetching_ahead(prefetch))
+            self.ahead[id(searched)] = fetched_ahead(made.answer, made.formulation.memory, made.settings).prefetch
+        memory = formulation.memory.fetching_ahead(self.ahead[id(searched)])
+        if limit is not None and memory_use(memory, answer.choices, answer.modes)[0] > limit:
+            memory = formulation.memory.fetching_ahead(made.formulation.memory.prefetch)
         if (searched.runs, searched.budget) != (search.runs[stage], search.budgets[stage]):
-            found = self._bounded(found, own, number)
-        return written(own, found, formulation.memory.fetching_ahead(prefetch))[0]
+            answer = self._bounded(answer, formulation.problem(pins), number)
+        return draft_of(Solved(formulation, pins, settings, answer), memory).written()
 
-    def _bounded(self, found: Answer, own: Solved, structure: int) -> Answer:
+    def _bounded(self, found: Answer, problem: Problem, structure: int) -> Answer:
         """Return the answer with a bound for its own stage: choices of another one may not be the best here."""
-        problem = own.formulation.problem(own.pins)
         if structure not in self.bounds:
             try:
                 self.bounds[structure] = lower_bound(problem, 0.0, self.deadline)
@@ -78,9 +73,7 @@ class StageFinisher:
         return replace(found, problem=problem, multiplier=0.0, bound=min(found.seconds, self.bounds[structure]))
 
 
-def _answer_on(answer: Answer, made: Solved, own: Solved, model: MemoryModel) -> Answer:
-    """Return an answer in the words of another stage of equal structure, with what it takes there."""
-    names = dict(zip(made.formulation.memory.lifetimes.segments, model.lifetimes.segments, strict=True))
-    modes = {names[name]: mode for name, mode in answer.modes.items()}
-    peak, use, fullest = memory_use(model, answer.choices, modes)
-    return replace(answer, modes=modes, peak_bytes=peak, memory=use, fullest=fullest)
+def _answer_on(made: Solved, memory: MemoryModel) -> Answer:
+    """Return an answer in the words of another stage of equal structure."""
+    names = dict(zip(made.formulation.memory.lifetimes.segments, memory.lifetimes.segments, strict=True))
+    return replace(made.answer, modes={names[name]: mode for name, mode in made.answer.modes.items()})

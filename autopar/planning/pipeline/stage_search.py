@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.peak import memory_use
 from autopar.costs.pricing.optimizer import STATES
 from autopar.costs.space.space import Space
 from autopar.costs.steps.step import microbatch_seconds
@@ -115,6 +116,8 @@ class StageSearch:
     """Structure → the space of the first stage that has it, and its pins."""
     leasts: dict[tuple[int, Microbatches], int] = field(default_factory=dict)
     """Structure and micro-batches in flight → the least bytes at the fullest moment."""
+    uses: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Choices (by identity) → the bytes that they take with their own micro-batches, as `_use` returns them."""
     holds: dict[tuple[int, Microbatches], StageBytes] = field(default_factory=dict)
     """Choices (by identity) and micro-batches in flight → the bytes that they take."""
     memories: dict[tuple[int, Microbatches, int], MemoryModel] = field(default_factory=dict)
@@ -339,12 +342,19 @@ class StageSearch:
         runs, budget = self.runs[stage], self.budgets[stage]
         if budget is None or (runs.holds_no_more(known.runs) and is_at_least(budget, known.budget)):
             return True
-        answer = known.made.answer if known.made is not None else None
-        assert answer is not None
-        stored = sum(answer.memory.parts.get(name, 0) for name in STORED)
-        if stored + (answer.peak_bytes - stored) * runs.in_flight / known.runs.in_flight > BUDGET_SLACK * budget.peak:
+        peak, stored = self._use(known)
+        if stored + (peak - stored) * runs.in_flight / known.runs.in_flight > BUDGET_SLACK * budget.peak:
             return False  # far from it: memory need not be counted
         return budget.bytes_over(self.holding(known, runs)) <= 0
+
+    def _use(self, known: SearchedStage) -> tuple[int, int]:
+        """Return the bytes of known choices at their fullest moment, and those that micro-batches do not add to."""
+        made = known.made
+        assert made is not None
+        if id(made) not in self.uses:
+            peak, use, _ = memory_use(made.formulation.memory, made.answer.choices, made.answer.modes)
+            self.uses[id(made)] = peak, sum(use.parts.get(name, 0) for name in STORED)
+        return self.uses[id(made)]
 
     def holding(self, known: SearchedStage, runs: Microbatches) -> StageBytes:
         """Return the bytes that known choices hold with other micro-batches in flight."""

@@ -14,6 +14,7 @@ import numpy as np
 from autopar.console.progress import progress, stages
 from autopar.console.units import format_bytes
 from autopar.costs.hardware.collectives import rearranging_seconds, transfer_seconds
+from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.decision_rows import Moved
 from autopar.costs.plans.difference import Amount
 from autopar.costs.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
@@ -23,7 +24,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.program.calls import module_of
 from autopar.planning.annotations.matching import Catalog, operation_of
 from autopar.planning.formulation import Formulation, Pins
-from autopar.planning.planner import answer_of, bounds_near, formulations_of, replan
+from autopar.planning.planner import bounds_near, draft_of, formulations_of, replan, solved_by
 from autopar.planning.settings import PlanContext, context_of
 from autopar.solver.tolerances import without_warnings
 from autopar.views.inspection.breakdown import parting, places
@@ -274,9 +275,10 @@ def _alternative(
     limit = context.settings.tensor_limit
     try:
         with without_warnings():
-            free = answer_of(formulations, pins, context.settings.limited(None))
-        if limit is None or free.peak_bytes <= limit:
-            return replace(blank, seconds=free.seconds + context.host_seconds, peak_bytes=free.peak_bytes)
+            free = draft_of(solved_by(formulations, pins, context.settings.limited(None)))
+        peak_bytes = memory_use(free.context.memory_model, free.answer.choices, free.answer.modes)[0]
+        if limit is None or peak_bytes <= limit:
+            return replace(blank, seconds=free.answer.seconds + context.host_seconds, peak_bytes=peak_bytes)
         bounds = bounds_near(plan, formulations[-1], pins, limit)
     except InfeasibleError as error:
         return replace(blank, reason=_brief(str(error)))
@@ -284,7 +286,7 @@ def _alternative(
         least = f"every plan with this role takes at least {context.settings.reserved.both(bounds.num_bytes)}"
         specified = format_bytes(context.settings.limit or 0)
         return replace(blank, reason=f"the memory limit is {specified}, and {least}")
-    least_seconds = max(bounds.seconds, free.bound) + context.host_seconds
+    least_seconds = max(bounds.seconds, free.answer.bound) + context.host_seconds
     return replace(blank, seconds=max(least_seconds, second.bound), is_bound=True)
 
 

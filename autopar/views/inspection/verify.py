@@ -17,7 +17,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from autopar.console.units import format_seconds
-from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.answers import Verification
 from autopar.costs.plans.decision_rows import KeptWhole, PlanRow
 from autopar.costs.plans.plan import Plan
@@ -60,7 +59,6 @@ def check(plan: Plan, context: PlanContext) -> Verification:
     context = replace(context, memory_model=context.memory_model.fetching_ahead(plan.prefetch))
     modes = {name: mode for name, mode in plan.recompute.items() if name in context.memory_model.lifetimes.segments}
     seconds = seconds_of(context.space, choices) + _recomputation(context, choices, modes)
-    peak, use, fullest = memory_use(context.memory_model, choices, modes)
     proven = _lower_bound(plan, context.problem)
     microbatches = context.memory_model.microbatches
     if microbatches.several:  # the problem counts what is done once a step in part
@@ -68,7 +66,7 @@ def check(plan: Plan, context: PlanContext) -> Verification:
         proven += seconds - share
     again = written_down(
         replace(context, choices=choices),
-        Answer(choices, modes, seconds, proven, peak, use, fullest, plan.solver, plan.multiplier, context.problem),
+        Answer(choices, modes, seconds, proven, plan.solver, plan.multiplier, context.problem),
     )
     problems = (
         *_against_pins(plan, context, choices),
@@ -77,7 +75,7 @@ def check(plan: Plan, context: PlanContext) -> Verification:
     )
     unproven = plan.bound - again.bound
     rest = unproven if unproven > TOLERANCE * abs(again.seconds) else 0.0
-    return Verification(again.seconds, min(again.bound, again.seconds), peak, rest, tuple(problems))
+    return Verification(again.seconds, min(again.bound, again.seconds), again.peak_bytes, rest, tuple(problems))
 
 
 def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mapping[str, str]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -382,6 +382,17 @@ def test_reductions_behind_the_one_gather_of_a_path_are_those_of_its_transfers(
                 several += expected > 0
         assert found.reduction_seconds[here, there] == pytest.approx(expected)
     assert several > 10
+
+
+def test_a_table_keeps_no_matrix_of_all_layouts_beyond_its_targets() -> None:
+    mesh = Mesh({"dp": 2, "cp": 2, "tp": 2})
+    tensor = MovedTensor((8, 16), torch.float32, True, bucketed=True, regather=True)
+    found = reshard_table(tensor, frozenset((0, 1)), mesh, load("h100"), targets=(Layout.parse("R R R"),))
+    arrays = list[np.ndarray]()
+    for each in vars(found).values():
+        owned = (getattr(each, field.name) for field in fields(each)) if is_dataclass(each) else (each,)
+        arrays += (array if array.base is None else array.base for array in owned if isinstance(array, np.ndarray))
+    assert len(arrays) > 6 and max(array.size for array in arrays) < len(found.layouts) ** 2
 
 
 @pytest.mark.parametrize("is_weight", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -110,6 +111,15 @@ def test_the_gradients_of_a_tied_weight_are_reduced_together() -> None:
     assert [t for _, _, t in found.transfers() if t.num_bytes == 8 * 8 * 4] == [
         Transfer("all_reduce", "tp", 8 * 8 * 4, backward=True)
     ]
+
+
+def test_equal_edges_have_one_path_and_other_costs_another() -> None:
+    space = space_of(Attention(post_norm=False), (IDS_BS,))
+    choices = [0] * len(space.decisions)
+    pairs = [pair for pair in itertools.combinations(space.edges, 2) if len(set(map(space.kind, pair))) == 1]
+    assert pairs and all(space.path(one, choices) is space.path(other, choices) for one, other in pairs)
+    first, waiting = space.edges[0], space.waiting_for({"all_gather tp forward": 1.0})
+    assert waiting.kind(first) == space.kind(first) and waiting.path(first, choices) is not space.path(first, choices)
 
 
 def test_a_parameter_is_stored_whole_or_split() -> None:

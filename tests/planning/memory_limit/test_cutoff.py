@@ -85,14 +85,14 @@ def test_of_two_ways_to_run_micro_batches_the_better_decides(space: Space) -> No
     limit = int(0.9 * make_plan(space, {}, microbatches=ways[0])[0].peak_bytes)
     one, other = (make_plan(space, {}, Settings(Memory(limit)), microbatches=each)[0] for each in ways)
     settings = Settings(Memory(limit))
-    best, _ = best_plan_of(ways, Statements(space), {}, settings)
+    best = best_plan_of(ways, Statements(space), {}, settings)
     least = min(map(seconds_of_microbatch, (one, other)))
     assert seconds_of_microbatch(best) == least
     assert context_of(best).settings == settings
     with pytest.raises(CutOffError):
         best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 - 1e-6)))
-    above, _ = best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 + 1e-6)))
-    assert above.choices == best.choices
+    above = best_plan_of(ways, Statements(space), {}, replace(settings, cutoff=least * (1 + 1e-6)))
+    assert above.strategies == best.strategies
 
 
 def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_faster(

@@ -96,7 +96,7 @@ def test_where_time_is_over_before_there_is_a_plan_with_room_no_other_is_looked_
         requested.append(formulation.memory.prefetch)
         raise TimeLimitError
 
-    monkeypatch.setattr(planner, "_best", best)
+    monkeypatch.setattr(planner, "best_within", best)
     for seconds, depths in ((0.0, [1]), (60.0, [1, 0])):
         requested.clear()
         settings = Settings(Memory(1), Search(time_limit=seconds))
@@ -112,13 +112,11 @@ def test_choices_with_room_for_two_layers_fetch_both_ahead_where_that_is_faster(
     settings = Settings(Memory(least[1]))
     made = solved_by(formulations_of(MemoryModel(space), settings), pins, settings)
     answer, one = made.answer, made.formulation.memory
-    needed, use, fullest = memory_use(one.fetching_ahead(2), answer.choices, answer.modes)
-    assert one.prefetch == 1 and needed > answer.peak_bytes
+    taken, needed = (memory_use(each, answer.choices, answer.modes)[0] for each in (one, one.fetching_ahead(2)))
+    assert one.prefetch == 1 and needed > taken
     monkeypatch.setattr(planner, "_is_faster", lambda *_: is_faster)
-    found, model = fetched_ahead(answer, one, settings.limited(needed))
-    expected = replace(answer, peak_bytes=needed, memory=use, fullest=fullest) if is_faster else answer
-    assert (found, model.prefetch) == (expected, 2 if is_faster else 1)
-    assert fetched_ahead(answer, one, settings.limited(needed - 1)) == (answer, one)
+    assert fetched_ahead(answer, one, settings.limited(needed)).prefetch == (2 if is_faster else 1)
+    assert fetched_ahead(answer, one, settings.limited(needed - 1)) is one
 
 
 def test_where_the_time_is_over_it_is_not_looked_whether_more_is_faster(
@@ -129,4 +127,4 @@ def test_where_the_time_is_over_it_is_not_looked_whether_more_is_faster(
     monkeypatch.setattr(planner, "step_timeline", None)  # whoever looks fails
     with lasting(0.0):
         found = fetched_ahead(made.answer, made.formulation.memory, settings.limited(10 * least[1]))
-    assert found == (made.answer, made.formulation.memory)
+    assert found is made.formulation.memory

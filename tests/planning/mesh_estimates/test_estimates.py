@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import time
@@ -19,6 +20,7 @@ from autopar.compiler.offline import not_estimated, subject_of
 from autopar.compiler.offline_planner import OfflinePlanner
 from autopar.compiler.plan_cache import PlanCache
 from autopar.costs.hardware.profile import Link
+from autopar.costs.memory.model import MemoryModel
 from autopar.costs.space.space import Space
 from autopar.errors import AutoparError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.mesh import Mesh
@@ -87,6 +89,18 @@ def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_the
     found = estimates.estimate(Candidate(mesh, 1))
     assert found is not None
     assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=0.03)
+
+
+def test_of_a_candidate_with_many_axes_the_estimate_alone_stays() -> None:
+    def models() -> int:
+        return sum(isinstance(each, MemoryModel) for each in gc.get_objects())
+
+    estimates, _ = estimates_of(None, devices=8, max_axes=3)
+    mesh = next(each for each in estimates.subject.meshes if each.sizes == (2, 2, 2) and "pp" not in each.axes)
+    gc.collect()
+    before = models()
+    estimates._try(Candidate(mesh, 1))
+    assert estimates.found[Candidate(mesh, 1)] is not None and models() == before
 
 
 def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() -> None:

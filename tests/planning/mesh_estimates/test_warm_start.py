@@ -16,11 +16,13 @@ from autopar.costs.space.space import Space
 from autopar.models.catalogue import built_in
 from autopar.planning import best_plan
 from autopar.planning.best_plan import best_plan as planned
+from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
 from autopar.planning.mesh_estimates.warm_start import _around, warm_start
 from autopar.planning.options.groups import Memory, Search
+from autopar.planning.record import Draft
 from autopar.planning.request import PlanRequest
-from autopar.planning.settings import Settings
+from autopar.planning.settings import Settings, context_of
 from autopar.planning.simulated import simulated_seconds
 from tests.support.parity import SLOW_DEVICES
 
@@ -70,7 +72,9 @@ def test_a_search_that_finds_a_longer_step_keeps_the_plan_of_the_estimate(monkey
     planner, estimate = estimated()
     request, space = space_of(planner, estimate)
     worse = plan(replace(request, warm_start=None, strategy="zero3", settings=Settings(Memory(LIMIT, "full"))), space)
-    monkeypatch.setattr(best_plan._Search, "again", lambda self, costs, incumbent, gap: worse)
+    context, proof = context_of(worse), (worse.bound, worse.solver, worse.multiplier)
+    answer = Answer(context.choices, worse.recompute, worse.device_seconds, *proof, context.problem, context.row)
+    monkeypatch.setattr(best_plan._Search, "again", lambda self, costs, incumbent, gap: Draft(context, answer))
     found = plan(request, space)
     assert simulated_seconds(worse) > 1.05 * estimate.seconds, "the case has lost its subject"
     assert simulated_seconds(found) == pytest.approx(estimate.seconds, rel=0.05)

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.errors import PlanError
 from autopar.ir.program.calls import source_of
@@ -444,8 +443,7 @@ def planned_traffic(plan: Plan, segments: list[str]) -> dict[str, dict[tuple[str
     context, found = context_of(plan), {}
     for mode in RECOMPUTATIONS:
         modes = dict.fromkeys(segments, mode)
-        use = memory_use(context.memory_model, context.choices, modes)
-        answer = Answer(context.choices, modes, 0.0, 0.0, *use, plan.solver, plan.multiplier, context.problem)
+        answer = Answer(context.choices, modes, 0.0, 0.0, plan.solver, plan.multiplier, context.problem)
         found[mode] = dict(written_down(context, answer).traffic)
     return found
 

@@ -34,7 +34,7 @@ def plan_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], mo
     space = build_space(capture(model, *inputs), Mesh({"dp": 2, "tp": 2}, "h100"), H100)
     annotations = annotations_of(model)
     plan, _ = make_plan(space, pins_of(annotations, space, mode, {}))  # type: ignore[arg-type]
-    return replace(plan, context=replace(context_of(plan), annotations=annotations, mode=mode))
+    return replace(plan, mode=mode, context=replace(context_of(plan), annotations=annotations, mode=mode))
 
 
 def _split_llama() -> nn.Module:
