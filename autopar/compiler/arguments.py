@@ -69,7 +69,7 @@ class Run(Group):
     cuda_graph: bool | Literal["auto", "none"] = option("none", _GRAPH)
     """Run each step as one CUDA graph, captured in its fifth call: `train_step`, and functions given to
     `model.cuda_graph`, which may step the optimizer, too. True refuses a model that needs the host in a step
-    (experts on several ranks without `Experts(padded=…)`, offload, pipelines) and devices without CUDA graphs; "auto"
+    (experts on several ranks without `Experts(padded=…)`, offload, pipedream) and devices without CUDA graphs; "auto"
     runs these without."""
 
     @property

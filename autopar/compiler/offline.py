@@ -68,7 +68,7 @@ def plan_offline(
     graphs = cuda_graph is True or cuda_graph == "auto"
     if graphs:
         hardware = request.hardware_of(Mesh({"dp": 1}) if abstract is None else abstract)
-        reason = reason_offline(hardware.is_host, axis, request.training)
+        reason = reason_offline(hardware.is_host, request.training, request.pipeline.schedule)
         if reason is None:
             planner.request = replace(request, graph_input_bytes=bytes_of(planner.batch))
         elif cuda_graph is True:
@@ -85,12 +85,13 @@ def plan_offline(
 
 def _check_graph(plan: Plan | PipelinePlan) -> None:
     """Raise InputError if a step of the plan cannot be one CUDA graph."""
-    if isinstance(plan, PipelinePlan):
-        raise InputError(f"Run(cuda_graph=True) {reason_offline(False, plan.axis, True)}; {WITHOUT}")
-    context = context_of(plan)
-    local = rewrite(context.space, context.choices, plan.recompute)
-    for reason in reasons_in(context.space.program, plan, local.module.graph):
-        raise InputError(f"Run(cuda_graph=True): the step {reason}, or {WITHOUT}")
+    stages = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
+    for number, stage in enumerate(stages):
+        context = context_of(stage)
+        local = rewrite(context.space, context.choices, stage.recompute)
+        for reason in reasons_in(context.space.program, stage, local.module.graph):
+            where = f" (in stage {number})" if len(stages) > 1 else ""
+            raise InputError(f"Run(cuda_graph=True): the step {reason}{where}, or {WITHOUT}")
 
 
 def _on_the_best(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan | PipelinePlan:

@@ -130,7 +130,7 @@ class OfflinePlanner:
         """Return the same for pipelines, whose axis has its usual name; what is captured serves both."""
         other = copy.copy(self)
         pipeline = replace(self.request.pipeline, axis=USUAL_PIPELINE)
-        other.request = replace(self.request, pipeline=pipeline, graph_input_bytes=0)  # no graph of a schedule
+        other.request = replace(self.request, pipeline=pipeline)
         return other
 
     def samples(self, mesh: Mesh) -> int:

@@ -63,10 +63,11 @@ def compile_pipeline(
     plan = pipeline_plan_of(made)
     check_wish(Wish.of(request), plan)
     _check_not_deterministic(run)
-    graph_is_required(run.cuda_graph, mesh, axis, request.training)
+    schedule = request.pipeline.schedule if plan is None else plan.schedule.name
+    required = graph_is_required(run.cuda_graph, mesh, request.training, schedule)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
     check_stages(request)
-    return _Compiler(model, mesh, axis, request, plan, run).compiled()
+    return _Compiler(model, mesh, axis, request, plan, run, required).compiled()
 
 
 class _Compiler(ModuleCompiler[PipelineModule]):
@@ -80,8 +81,11 @@ class _Compiler(ModuleCompiler[PipelineModule]):
         request: PlanRequest,
         plan: PipelinePlan | None,
         run: Run,
+        graph_is_required: bool | None,
     ) -> None:
+        """`graph_is_required`: whether steps must be CUDA graphs or may be; None if they are not to be."""
         super().__init__(model, mesh, request, plan, run)
+        self.graph_is_required = graph_is_required
         self.plan, self.axis, self.stage_devices = plan, axis, stage_devices(mesh, axis)
         self.owners: dict[str, tuple[int, ...]] = {}
         """Parameter or buffer → the stages that hold it, since the first plan."""
@@ -107,6 +111,8 @@ class _Compiler(ModuleCompiler[PipelineModule]):
             given=Given(axes, self.run.check_inputs),
         )
         self.module.duplicate = self.duplicate
+        if self.graph_is_required is not None:
+            self.module.capture_steps(self.graph_is_required)
         if (sizes := self.run.sizes) is not None:
             check_buckets(sizes, None)
             self.module.varying = Varying(sizes, inner, axes)
@@ -138,6 +144,7 @@ class _Compiler(ModuleCompiler[PipelineModule]):
                     raise
 
         if self.schedule is None:
+            self.count_copies(arguments, 1)
             self.allowance = allowance = Allowance.from_now(self.request.settings.search.time_limit)
             self.schedule = Schedule(**from_first_rank(choice, self.mesh))
         return self.schedule.num_microbatches
@@ -154,6 +161,7 @@ class _Compiler(ModuleCompiler[PipelineModule]):
             )
 
         assert self.schedule is not None, "the schedule is chosen for the first batch"
+        self.count_copies(arguments, self.schedule.num_microbatches)
         request = self._requested(captured(), arguments, self.schedule)
 
         def in_tiles(tiles: Tiles) -> PipelineRequest:

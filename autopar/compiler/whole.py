@@ -33,8 +33,8 @@ from autopar.runtime.module.executable import Executable
 from autopar.runtime.module.inputs import Arguments, layouts_of, without_placements
 from autopar.runtime.module.local_batch import Given
 from autopar.runtime.module.parameters import Storage
-from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
+from autopar.runtime.pipeline.pipeline_module import PipelineModule
 from autopar.runtime.ranks.agreement import from_first_rank, on_all_ranks
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.per_rank_graph import LocalProgram, rewrite
@@ -61,7 +61,7 @@ def compile_whole(
     return _Compiler(model, mesh, request, plan, run, kind).compiled()
 
 
-M = TypeVar("M", bound=StoredModule)
+M = TypeVar("M", ParallelModule, PipelineModule)
 
 
 class ModuleCompiler(Generic[M]):
@@ -105,6 +105,12 @@ class ModuleCompiler(Generic[M]):
         other.counting = Counting(other.tree, self.request, self.mesh)
         return other.make_module(self.module.random_state.copied())
 
+    def count_copies(self, arguments: Arguments, microbatches: int) -> None:
+        """Have plans count the copies of so many micro-batches as this one, if steps are CUDA graphs."""
+        if self.module.graphs_steps:
+            copies = bytes_of(arguments) * microbatches
+            self.request = replace(self.request, graph_input_bytes=copies).within(Mesh.of(self.mesh))
+
     @uncollected()
     def traced(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Traced:
         """Return the graph of the model for inputs such as these."""
@@ -143,7 +149,7 @@ class _Compiler(ModuleCompiler[ParallelModule]):
             given=Given(axes, self.run.check_inputs, request.static_argnames),
         )
         self.module.duplicate = self.duplicate
-        if (required := graph_is_required(self.run.cuda_graph, self.mesh, None, request.training)) is not None:
+        if (required := graph_is_required(self.run.cuda_graph, self.mesh, request.training)) is not None:
             self.module.capture_steps(required)
         if (sizes := self.run.sizes) is not None:
             check_buckets(sizes, request.microbatches or 1, request.static_argnames)
@@ -155,9 +161,7 @@ class _Compiler(ModuleCompiler[ParallelModule]):
     def prepare(self, arguments: Arguments, training: bool, frozen: frozenset[str] | None) -> Executable:
         """Capture, plan and rewrite, for inputs such as these; what is returned runs."""
         allowance = Allowance.from_now(self.request.settings.search.time_limit)
-        if self.module.graphs_steps:
-            copies = bytes_of(arguments) * (self.request.microbatches or 1)
-            self.request = replace(self.request, graph_input_bytes=copies).within(Mesh.of(self.mesh))
+        self.count_copies(arguments, self.request.microbatches or 1)
         varying = self.module.varying
         counted = None if varying is None else self.counting.of(arguments, training, varying.buckets)
 

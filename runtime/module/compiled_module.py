@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.returned import Returned
-from autopar.errors import InputError
 from autopar.ir.program.program import Program
 from autopar.optim.clipping import clip_grad_norm_
 from autopar.runtime.module.batches import loss_position, split_batch
@@ -32,31 +27,15 @@ from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.graph import called_below, compiler_around
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
-from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
-from autopar.runtime.step_graphs.step import GraphedStep, noting
+from autopar.runtime.step_graphs.graphable import Graphable
 
 Prepare = Callable[[Arguments, bool, frozenset[str] | None], Executable]
 """(arguments, training, names of frozen parameters if known) → what runs them; called once per kind of input."""
-OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that make CUDA graphs."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Capture = Callable[[Arguments, bool, frozenset[str] | None], Program]
 """The same → the program, without a plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of the model inside a step."""
-
-    executable: Executable
-    prepare: Callable[[], Executable]
-
-    def is_still_so(self) -> bool:
-        """Return whether the same call would run the same executable now."""
-        return self.prepare() is self.executable
-
-
-class ParallelModule(StoredModule[Executable]):
+class ParallelModule(Graphable, StoredModule[Executable]):
     """A model running on a mesh. Made by `autopar.compile`; used like the model it was made from.
 
     It takes the global batch as plain tensors, equal on every rank, or DTensors, and returns what the model returns as
@@ -79,58 +58,6 @@ class ParallelModule(StoredModule[Executable]):
         self._num_microbatches = num_microbatches
         self._stages: dict[Executable, Stage] = {}
         self._shared: dict[Executable, SharedParts] = {}
-        self._called: list[_Call] | None = None
-        self._recorder: Recorder | None = None
-        self._graph_is_required = False
-        self._graphed_step: GraphedStep | None = None
-
-    def capture_steps(self, required: bool, recorder: Recorder | None = None) -> None:
-        """Make CUDA graphs of `train_step`, and of functions given to `cuda_graph`, from now on.
-
-        `required`: a step that cannot be one is an InputError; else it runs without, with a warning.
-        """
-        self._recorder, self._graph_is_required = recorder or CudaRecorder(), required
-        self._graphed_step = self.cuda_graph(self._train_step)
-
-    @property
-    def graphs_steps(self) -> bool:
-        """True if steps become CUDA graphs."""
-        return self._recorder is not None
-
-    def cuda_graph(self, step: Callable[..., Any]) -> GraphedStep:
-        """Return a function that calls `step`, and is one CUDA graph after its first calls.
-
-        `step` is the body of a loop: forward, backward and, if the optimizer is `capturable`, its step. It takes
-        tensors on the device, and its result comes back detached. Its Python code runs in its first calls alone.
-
-        Raises InputError if the model was compiled without Run(cuda_graph=…), or on devices without CUDA graphs.
-        """
-        if self._recorder is None:
-            raise InputError(
-                "the model was compiled without CUDA graphs; compile it with run=autopar.Run(cuda_graph=True) on CUDA "
-                'devices, or with cuda_graph="auto".'
-            )
-        return GraphedStep(step, _Stepping(self), self._recorder, self._graph_is_required)
-
-    def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """Run graphs under `torch.compile` as the base class says.
-
-        Raises InputError for modes with CUDA graphs of their own, if steps are CUDA graphs.
-        """
-        if self._recorder is not None and kwargs.get("mode") in OF_CUDA_GRAPHS:
-            raise InputError(
-                f'model.compile(mode="{kwargs["mode"]}") makes CUDA graphs of parts of a step, and Run(cuda_graph=…) '
-                'one of all of it; give mode="max-autotune-no-cudagraphs" or "default", or leave out cuda_graph.'
-            )
-        super().compile(*args, regional=regional, **kwargs)
-
-    def _prepared(
-        self, arguments: Arguments, batch: Arguments | None = None, *, runs: bool | None = None
-    ) -> Executable:
-        found = super()._prepared(arguments, batch, runs=runs)
-        if self._called is not None:  # inside a step that is to be a graph
-            self._called.append(_Call(found, partial(super()._prepared, arguments, batch, runs=runs)))
-        return found
 
     @property
     def plan(self) -> Plan:
@@ -197,7 +124,7 @@ class ParallelModule(StoredModule[Executable]):
 
     @uncompiled
     def _stepped(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if self._graphed_step is not None:
+        if self._graphed_step is not None and self._called is None:
             return self._graphed_step(*args, **kwargs)
         with self._watch:
             return self._trained(args, kwargs, compiler)
@@ -233,9 +160,6 @@ class ParallelModule(StoredModule[Executable]):
         self._shared.clear()  # they hold the values that parameters had
         return super()._apply(fn, recurse)
 
-    def _note_calls(self) -> contextlib.AbstractContextManager[list[_Call]]:
-        return noting([], self, "_called")
-
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Executable, list[torch.Tensor]]:
         """Return the executable for these inputs, and the values that its graph takes."""
         arguments = self._arguments(args, kwargs)
@@ -254,30 +178,3 @@ class ParallelModule(StoredModule[Executable]):
             constants = set(map(id, executable.constants.values()))
             values = tuple(each.clone() if id(each) in constants else each for each in values)
         return self._returned(executable, program, values, layouts)
-
-
-class _Stepping:
-    """A module as a step that becomes a graph knows it."""
-
-    def __init__(self, module: ParallelModule) -> None:
-        self._module = module
-        self.random_state, self.device = module.random_state, module._device
-        self.calls, self.watch, self.calls_noted = module._calls, module._watch, module._note_calls
-
-    @property
-    def modes(self) -> tuple[object, ...]:
-        """State of the module that chooses what runs."""
-        return self._module.training, self._module.compilation
-
-    @property
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters and buffers, as they are now."""
-        return list(self._module.parameters()), list(self._module.buffers())
-
-    @property
-    def python_hooks(self) -> list[str]:
-        """Hooks of the user on the module and its parameters, in words."""
-        found = ["on the module"] if any(getattr(self._module, name) for name in HOOKS) else []
-        named = self._module.named_parameters()
-        hooked = (name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
-        return found + [f"on the parameter {name}" for name in hooked]

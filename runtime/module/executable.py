@@ -116,6 +116,11 @@ class Executable:
     """True if an output may be a static input, which is a constant of the graph."""
 
     @property
+    def here(self) -> tuple[Executable, ...]:
+        """Executables of this rank: this one alone, where a `Pipeline` has one for each stage."""
+        return (self,)
+
+    @property
     def python(self) -> PythonState:
         """Python state that the forward has read."""
         return self.program.python

@@ -39,6 +39,11 @@ class Pipeline:
         check_not_shared(self.schedule.name, tuple(self.holders))
 
     @property
+    def here(self) -> tuple[Executable, ...]:
+        """Executables of this rank's stages."""
+        return tuple(self.executables.values())
+
+    @property
     def python(self) -> PythonState:
         """Python state that the forward has read."""
         return self.programs[0].python

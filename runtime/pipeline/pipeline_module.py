@@ -6,7 +6,7 @@ the model computes. A rank stores the parameters of its own stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,22 @@ from autopar.runtime.module.stored import StoredModule
 from autopar.runtime.module.tree import Tree
 from autopar.runtime.pipeline.evaluation import evaluated
 from autopar.runtime.pipeline.executable import Pipeline
-from autopar.runtime.pipeline.frozen import FrozenNames
+from autopar.runtime.pipeline.host_values import HostValues
 from autopar.runtime.pipeline.older_weights import OlderWeights
 from autopar.runtime.pipeline.pipedream import PipeDream, StashingStage
-from autopar.runtime.pipeline.shared_parameters import summed_over_holders
+from autopar.runtime.pipeline.shared_parameters import SharedGradients
 from autopar.runtime.pipeline.step import ScheduledStep
 from autopar.runtime.ranks.backends import host_group
 from autopar.runtime.ranks.uncompiled import uncompiled
 from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.rewrite.printing import readable_code
+from autopar.runtime.step_graphs.graphable import Graphable
 
 PreparePipeline = Callable[[Arguments, bool, frozenset[str] | None], Pipeline]
 """(arguments of a micro-batch, training, names of frozen parameters if known) → what runs them."""
 
 
-class PipelineModule(StoredModule[Pipeline]):
+class PipelineModule(Graphable, StoredModule[Pipeline]):
     """A model running on a mesh with a pipeline axis. Made by `autopar.compile`.
 
     `train_step` trains; a call evaluates. Each rank has the parameters of its stages, under their original names.
@@ -70,7 +71,10 @@ class PipelineModule(StoredModule[Pipeline]):
         self._num_microbatches = num_microbatches
         self._runners: dict[Pipeline, ScheduledStep | PipeDream] = {}
         self._hosts = host_group(self._group)
-        self._frozen_names = FrozenNames(self._hosts)
+        self._shared_gradients: dict[Pipeline, SharedGradients] = {}
+        self._frozen_names: HostValues[frozenset[str]] = HostValues(self._hosts)
+        self._for_graphs: HostValues[Any] = HostValues(self._hosts)
+        """Kinds and reasons of steps that become CUDA graphs."""
         self._older_weights = OlderWeights()
         self.optimizer: torch.optim.Optimizer | None = None
         """Optimizer of this rank's parameters; Pipeline(schedule="pipedream") needs it, to update in `train_step`."""
@@ -110,6 +114,12 @@ class PipelineModule(StoredModule[Pipeline]):
         Raises InputError where the batch does not divide or the model returns no loss, and PeerError where
         another rank fails.
         """
+        if self._graphed_step is not None and self._called is None:
+            return self._graphed_step(*args, **kwargs)
+        with self._watch:
+            return self._trained(args, kwargs)
+
+    def _train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._watch:
             return self._trained(args, kwargs)
 
@@ -120,6 +130,7 @@ class PipelineModule(StoredModule[Pipeline]):
         if pipeline not in self._runners:
             runner = _pipedream if pipeline.schedule.torch_class is None else ScheduledStep
             self._runners[pipeline] = runner(pipeline, self, self._group, self.random_state)
+            self._shared_gradients[pipeline] = SharedGradients(pipeline.holders, self._group, self._hosts)
         if self.compilation is not None and pipeline.schedule.halves_backwards:
             raise PipelineError(
                 f'"{pipeline.schedule.name}" makes gradients of inputs and of weights apart, and torch.compile makes '
@@ -128,7 +139,7 @@ class PipelineModule(StoredModule[Pipeline]):
             )
         first_step = self.random_state.advance(len(batches))
         older = self._older_weights.in_place(self) if pipeline.schedule.delays_updates else nullcontext()
-        with older, summed_over_holders(self, pipeline.holders, self._group, self._hosts):
+        with older, self._shared_gradients[pipeline].summed(self):
             return self._runners[pipeline].step(batches, first_step, scale_of(self.scaler, self._mesh.device_type))
 
     @uncompiled
@@ -192,7 +203,19 @@ class PipelineModule(StoredModule[Pipeline]):
 
     def _frozen(self) -> frozenset[str]:
         """Return the frozen parameters of all ranks, because a stage's graph depends on what is frozen before it."""
-        return self._frozen_names.of_all_ranks(super()._frozen())
+        agreed = self._calls.is_quiet  # a step that is to be a graph: hosts have told each other before
+        own = super()._frozen()
+        return frozenset().union(*(self._frozen_names.latest if agreed else self._frozen_names.of_all_ranks(own)))
+
+    def _of_all_stages(self, own: Any) -> Sequence[Any]:
+        return self._for_graphs.of_all_ranks(own)
+
+    @property
+    def _stages_here(self) -> str:
+        if self._latest is None:
+            return f"rank {dist.get_rank(self._group)} of the pipeline"
+        numbers = list(map(str, self._latest.executables))
+        return f"stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
 
 
 def _pipedream(

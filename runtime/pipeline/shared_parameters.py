@@ -28,36 +28,43 @@ def holders_of(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-@contextlib.contextmanager
-def summed_over_holders(
-    root: nn.Module, holders: Holders, group: dist.ProcessGroup, hosts: dist.ProcessGroup
-) -> Iterator[None]:
-    """Sum over their holders the gradients that the block adds; every rank of `group` enters it.
+class SharedGradients:
+    """Gradients of the parameters that several ranks of a pipeline hold, for one kind of input."""
 
-    `hosts` is a group of the same ranks for tensors of the CPU.
-    Gradients from before the block are sums already, and the block's are added to them.
-    """
-    here = dist.get_rank(group)
-    held = {name: root.get_parameter(name) for name, ranks in holders.items() if here in ranks}
-    held = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
-    before = {name: parameter.grad for name, parameter in held.items()}
-    for parameter in held.values():
-        parameter.grad = None
-    try:
-        with _hooks_held_back(held.values()):
-            yield
-        learned = _with_gradient(holders, held, hosts)
+    def __init__(self, holders: Holders, group: dist.ProcessGroup, hosts: dist.ProcessGroup) -> None:
+        """`hosts` is a group of the same ranks for tensors of the CPU."""
+        self._holders, self._group, self._hosts = holders, group, hosts
+        self._learned: frozenset[str] | None = None
+        """Parameters that get a gradient on one rank at least, which every step of the graphs gives the same."""
+
+    @contextlib.contextmanager
+    def summed(self, root: nn.Module) -> Iterator[None]:
+        """Sum over their holders the gradients that the block adds; every rank of the group enters it.
+
+        Gradients from before the block are sums already, and the block's are added to them, in place.
+        """
+        here = dist.get_rank(self._group)
+        held = {name: root.get_parameter(name) for name, ranks in self._holders.items() if here in ranks}
+        held = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+        before = {name: parameter.grad for name, parameter in held.items()}
+        for parameter in held.values():
+            parameter.grad = None
+        try:
+            with _hooks_held_back(held.values()):
+                yield
+            if self._learned is None:
+                self._learned = _with_gradient(self._holders, held, self._hosts)
+            for name, parameter in held.items():
+                if name in self._learned:  # a weight that the loss does not use has no gradient
+                    _sum(parameter, self._holders[name], here, self._group)
+        finally:
+            for name, parameter in held.items():
+                earlier, found = before[name], parameter.grad
+                parameter.grad = found if earlier is None else earlier if found is None else earlier.add_(found)
         for name, parameter in held.items():
-            if name in learned:  # a weight that the loss does not use has no gradient
-                _sum(parameter, holders[name], here, group)
-    finally:
-        for name, parameter in held.items():
-            earlier, found = before[name], parameter.grad
-            parameter.grad = found if earlier is None else earlier if found is None else earlier + found
-    for name, parameter in held.items():
-        if name in learned:
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+            if name in self._learned:
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
 
 
 @contextlib.contextmanager

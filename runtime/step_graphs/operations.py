@@ -77,6 +77,8 @@ def _as_fixed(leaf: Any) -> object:
     if isinstance(leaf, torch.Generator):
         # An operation sees another Python object each time.
         return "generator", leaf._cdata  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(leaf, torch.ScriptObject):  # so it does of process groups and of what reduces
+        return str(leaf._type())  # pyright: ignore[reportAttributeAccessIssue]
     return leaf if isinstance(leaf, bool | int | float | str | type(None)) else repr(leaf)
 
 

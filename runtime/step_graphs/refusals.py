@@ -18,6 +18,7 @@ from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
 from autopar.ir.program.operators.expert_operators import DISPATCH
 from autopar.ir.program.program import Program
+from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE
 from autopar.runtime.implementations import draws, experts
 from autopar.runtime.recompute.marks import is_offloaded
 
@@ -42,40 +43,45 @@ class _Local(Protocol):
     def module(self) -> fx.GraphModule: ...
 
 
-def graph_is_required(cuda_graph: CudaGraph, mesh: DeviceMesh, axis: str | None, training: bool) -> bool | None:
+def graph_is_required(
+    cuda_graph: CudaGraph, mesh: DeviceMesh, training: bool, schedule: str | None = None
+) -> bool | None:
     """Return whether steps must be graphs (True) or may be (False); None if they are not to be.
 
-    Raises InputError if they must and cannot: on a CPU, with gloo, in a pipeline `axis`, without `training`.
+    Raises InputError if they must and cannot: on a CPU, with gloo, without `training`, with a pipeline's `schedule`
+    that updates weights inside a step.
     """
     if cuda_graph is False or cuda_graph == "none":
         return None
-    reason = _reason_on(mesh, axis, training)
+    reason = _reason_on(mesh, training, schedule)
     if reason is not None and cuda_graph is True:
         raise InputError(f"Run(cuda_graph=True) {reason}; {WITHOUT}")
     return None if reason is not None else cuda_graph is True
 
 
-def _reason_on(mesh: DeviceMesh, axis: str | None, training: bool) -> str | None:
+def _reason_on(mesh: DeviceMesh, training: bool, schedule: str | None) -> str | None:
     if training and mesh.device_type != "cuda":
         return f"needs CUDA devices, and the mesh has the device type {mesh.device_type}"
-    if (reason := _reason_anywhere(axis, training)) is not None:
+    if (reason := _reason_anywhere(training, schedule)) is not None:
         return reason
     backends = [dist.get_backend(mesh.get_group(number)) for number in range(mesh.ndim)]
     by_host = [each for each in backends if each != "nccl"]
     return f"needs NCCL, and the mesh communicates by {by_host[0]}, on the host" if by_host else None
 
 
-def _reason_anywhere(axis: str | None, training: bool) -> str | None:
+def _reason_anywhere(training: bool, schedule: str | None) -> str | None:
     if not training:
         return "is given with training=False, which has no step"
-    return None if axis is None else f'is given with a pipeline over "{axis}", whose schedule the host runs'
+    if schedule in UPDATING_OTHERWISE:
+        return f'is given with Pipeline(schedule="{schedule}"), which exchanges versions of the weights on the host'
+    return None
 
 
-def reason_offline(is_host: bool, axis: str | None, training: bool) -> str | None:
+def reason_offline(is_host: bool, training: bool, schedule: str | None) -> str | None:
     """Return why steps on planned devices, of a CPU where `is_host`, cannot be graphs; None if they may be."""
     if training and is_host:
         return "needs CUDA devices, and the hardware profile is of a CPU"
-    return _reason_anywhere(axis, training)
+    return _reason_anywhere(training, schedule)
 
 
 def reasons_of(executable: Captured, deterministic: bool = False) -> Iterator[str]:

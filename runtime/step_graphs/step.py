@@ -10,6 +10,9 @@ Arguments are copied into buffers of the kind before each run, and what it draws
 A kind is what the graph fixes: shapes, values that are no tensors, modes, and where parameters, buffers and gradients
 lie. A step that finds no gradients and one that adds to some are two kinds. What a call of the model checks on the host
 (agreement of ranks, values of inputs, frozen parameters, attributes that forward reads) is checked before each run.
+
+Stages of a pipeline hold other parameters each. So a kind is what all stages find, and a step that one of them refuses
+is refused by all. Hosts exchange both before each run, and reasons after each run before the capture.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from autopar.runtime.recompute.random_state import RandomState
 from autopar.runtime.step_graphs.cuda import Recorder
 from autopar.runtime.step_graphs.kinds import Graph, Kind, address, description, detached
 from autopar.runtime.step_graphs.operations import RecordedOperations, first_difference
-from autopar.runtime.step_graphs.refusals import WITHOUT, Captured, reasons_of
+from autopar.runtime.step_graphs.refusals import WITHOUT
 
 RECORDED = (2, 3)
 """Runs of a kind that are recorded and compared, counted from 0."""
@@ -50,10 +53,12 @@ TOO_MANY = (
 class Called(Protocol):
     """A call of the model inside a step."""
 
-    @property
-    def executable(self) -> Captured: ...
     def is_still_so(self) -> bool:
         """Return whether the same call would run the same executable now."""
+        ...
+
+    def reasons(self, deterministic: bool) -> Iterator[str]:
+        """Yield what in the graphs that it ran needs the host, in words."""
         ...
 
 
@@ -80,6 +85,15 @@ class Stepping(Protocol):
         """Hooks on the module and its parameters, in words."""
         ...
 
+    @property
+    def stages_here(self) -> str:
+        """The stages of this rank, in words; nothing without a pipeline."""
+        ...
+
+    def of_all_stages(self, own: Any) -> Sequence[Any]:
+        """Return what each rank of a pipeline has; all of them call this. Without one it is what this rank has."""
+        ...
+
     def calls_noted(self) -> AbstractContextManager[list[Any]]:
         """Note the calls of the model inside the block."""
         ...
@@ -91,7 +105,9 @@ class GraphedStep:
     def __init__(self, function: Callable[..., Any], module: Stepping, recorder: Recorder, required: bool) -> None:
         """`required`: a step that cannot be a graph is refused with InputError; else it runs without, and warns."""
         self._function, self._module, self._recorder, self._required = function, module, recorder, required
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[tuple[int, ...], Kind] = {}
+        self._found: dict[Any, int] = {}
+        """Description of a call, with addresses of tensors on this rank → its number."""
         self._optimizers: dict[torch.optim.Optimizer, None] = {}
         self._gradients: list[Tensor | None] | None = None
         """Gradients of the first graph."""
@@ -105,13 +121,9 @@ class GraphedStep:
         Raises InputError where the step cannot be a graph and has to be, or a number of an optimizer has changed.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not self.without:
-            self._refuse_if(list(self._reasons_of_call(leaves)))
-        if self.without:
-            return self._function(*args, **kwargs)
-        described = self._described(leaves, spec)
-        kind = self._kind(self._key(described), leaves, spec)
-        if kind is None:
+        described = None if self.without else self._described(leaves, spec)
+        kind = None if described is None else self._kind(described, leaves, spec)
+        if described is None or kind is None:
             return self._function(*args, **kwargs)
         kind.give(leaves)
         with self._module.watch:
@@ -129,27 +141,35 @@ class GraphedStep:
                 kind.graph = self._captured(kind)
             return self._replayed(kind.graph, kind.draws)
 
-    def _key(self, described: Any) -> Any:
-        """Return the key of a call's kind.
+    def _kind(self, described: Any, leaves: Sequence[Any], spec: Any) -> Kind | None:
+        """Return the kind of a call; None if there are too many or the call is refused, and need not be a graph.
 
         A kind that finds no gradients, and is not the first to have a graph, adds to those of the first, which are set
         to zero: all graphs share one set of gradients.
         """
-        key, parameters = (described, self._addresses()), self._module.tensors[0]
-        if self._gradients is None or key in self._kinds or any(each.grad is not None for each in parameters):
-            return key
-        for parameter, gradient in zip(parameters, self._gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.zero_()
-        return described, self._addresses()
-
-    def _kind(self, key: Any, leaves: Sequence[Any], spec: Any) -> Kind | None:
-        """Return the kind of a key; None if there are too many, and the step need not be a graph."""
+        reasons = list(self._reasons_of_call(leaves))
+        key = self._key(described, reasons)
+        if key not in self._kinds and self._gradients is not None and not self.without:
+            parameters = self._module.tensors[0]
+            if all(each.grad is None for each in parameters):
+                for parameter, gradient in zip(parameters, self._gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient.zero_()
+            key = self._key(described, reasons)
+        if self.without:
+            return None
         if key not in self._kinds:
             if len(self._kinds) == MOST_KINDS:
                 self._refuse_if([TOO_MANY])
                 return None
             self._kinds[key] = Kind.of(leaves, spec)
         return self._kinds[key]
+
+    def _key(self, described: Any, reasons: Sequence[str]) -> tuple[int, ...]:
+        """Return the numbers of what all stages find; refuse the call if one of them has a reason."""
+        number = self._found.setdefault((described, self._addresses()), len(self._found))
+        found = self._module.of_all_stages((self._module.stages_here, tuple(reasons), number))
+        self._refuse_if(_reasons_of_all(found))
+        return tuple(number for *_, number in found)
 
     def _reasons_of_call(self, leaves: Sequence[Any]) -> Iterator[str]:
         if torch.is_anomaly_enabled():
@@ -187,7 +207,7 @@ class GraphedStep:
                 result = self._recorder.warm_up(run)
         finally:
             noted.remove()
-        reasons = [reason for call in kind.called for reason in reasons_of(call.executable, state.deterministic)]
+        reasons = [reason for call in kind.called for reason in call.reasons(state.deterministic)]
         reasons += [reason for each in self._optimizers for reason in _reasons_of_optimizer(each)]
         if recorded is not None:
             reasons += [f"calls {each}, for which the host waits; compute it without" for each in recorded.of_host]
@@ -196,22 +216,30 @@ class GraphedStep:
                 reasons += [] if difference is None else [f"depends on the host: {difference}; give it as a tensor"]
             kind.operations = recorded.operations
         kind.runs += 1
-        self._refuse_if(reasons)
+        self._refuse_if(self._of_all(reasons))
         return result
+
+    def _of_all(self, reasons: Sequence[str]) -> list[str]:
+        """Return the reasons of all stages for the same run."""
+        return _reasons_of_all(self._module.of_all_stages((self._module.stages_here, tuple(reasons), None)))
 
     def _captured(self, kind: Kind) -> Graph:
         kind.operations = []
         state = self._module.random_state
-        before = state.step
+        before, captured, failure = state.step, None, None
         with self._module.calls_noted() as kind.called, kind.draws.run(state.at(before)):
             try:
-                result, replay = self._recorder.capture(
+                captured = self._recorder.capture(
                     lambda: detached(self._function(*kind.args, **kind.kwargs)), kind.draws.generators
                 )
             except torch.AcceleratorError as error:
-                raise InputError(
-                    f"the step was not captured as a CUDA graph: {error}. Something in it needs the host; {WITHOUT}"
-                ) from error
+                failure = error
+        failed = self._of_all([] if failure is None else [str(failure)])
+        if failed or captured is None:
+            raise InputError(
+                f"the step was not captured as a CUDA graph: {failed[0]}. Something in it needs the host; {WITHOUT}"
+            ) from failure
+        result, replay = captured
         steps = state.step - before
         state.advance(-steps)  # the replay counts them
         gradients = [each.grad for each in self._module.tensors[0]]
@@ -261,6 +289,18 @@ def noting(called: list[Any], owner: Any, attribute: str) -> Iterator[list[Any]]
         yield called
     finally:
         setattr(owner, attribute, None)
+
+
+def _reasons_of_all(found: Sequence[tuple[str, Sequence[str], Any]]) -> list[str]:
+    """Return the reasons of all stages, each with the stages that have it where others have not."""
+    having: dict[str, list[str]] = {}
+    for stages, reasons, _ in found:
+        for reason in dict.fromkeys(reasons):
+            having.setdefault(reason, []).append(stages)
+    return [
+        reason if len(stages) == len(found) else f"{reason} (in {', '.join(stages)})"
+        for reason, stages in having.items()
+    ]
 
 
 def _reasons_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:

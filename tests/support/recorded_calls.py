@@ -3,6 +3,9 @@
 A replay runs no Python of the step. It calls each recorded operation with its recorded arguments, and writes the
 results where they were: a value that came from the host stays as it was, and so does one that comes from a tensor that
 is no longer in use.
+
+Messages between two ranks are replayed as they were posted. A receive is waited for by the first call that takes what
+it writes, as a stream would wait: two ranks may post theirs before either has come to its send.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+SEND, RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 
 
 class RecordedCalls:
@@ -49,9 +53,11 @@ class RecordedCalls:
 
         def replay() -> None:
             self.replays += 1
+            posted = _Posted()
             with torch.no_grad():
-                for func, args, kwargs, written in kept:
-                    _replay(func, args, kwargs, written)
+                for call in kept:
+                    posted.replay(*call)
+                posted.wait()
 
         return result, replay
 
@@ -80,18 +86,55 @@ class _Recording(TorchDispatchMode):
             if each._cdata not in self._before:
                 self._before[each._cdata] = each, each.clone()
         result = func(*args, **kwargs)
-        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        args, kwargs = pytree.tree_map_only(Tensor, _alias, (args, kwargs))
+        results = [_alias(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self.calls.append((func, args, kwargs, [None if _storage(x) in given else x for x in results]))
         for x in results:
             self._before.setdefault(_storage(x), (x.untyped_storage(), None))
         return result
 
 
-def _replay(func: Any, args: Any, kwargs: Any, written: list[Tensor | None]) -> None:
-    found = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-    for there, new in zip(written, found, strict=True):
-        if there is not None:
-            there.copy_(WAIT(new) if "c10d" in func.namespace else new)
+class _Posted:
+    """Messages that a replay has posted."""
+
+    def __init__(self) -> None:
+        self._sends: list[Any] = []
+        self._receives: dict[int, Any] = {}
+        """Storage → the receive that writes it."""
+
+    def replay(self, func: Any, args: Any, kwargs: Any, written: list[Tensor | None]) -> None:
+        """Call an operation again, and write its results where they were."""
+        if func is SEND:
+            tensors, *others = args
+            self._wait_for(tensors)
+            self._sends.append(func([x.clone() for x in tensors], *others))
+            return
+        if func is RECEIVE:
+            work = func(*args)
+            self._receives.update({_storage(x): work for x in args[0]})
+            return
+        self._wait_for(pytree.tree_leaves((args, kwargs)))
+        found = pytree.tree_leaves(func(*args, **kwargs))
+        if func.namespace == "c10d":
+            found[-1].wait()
+        for there, new in zip(written, (x for x in found if isinstance(x, Tensor)), strict=True):
+            if there is not None:
+                there.copy_(WAIT(new) if "c10d" in func.namespace else new)
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        for work in (*self._sends, *self._receives.values()):
+            work.wait()
+
+    def _wait_for(self, leaves: Sequence[Any]) -> None:
+        for each in leaves:
+            if isinstance(each, Tensor) and (work := self._receives.pop(_storage(each), None)) is not None:
+                work.wait()
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return a tensor that keeps its storage if `x.data = …` gives another one to `x`."""
+    return x.detach() if type(x) in (Tensor, nn.Parameter) else x
 
 
 def _storage(x: Tensor) -> int:

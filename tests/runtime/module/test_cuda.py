@@ -183,6 +183,36 @@ def test_a_step_as_one_cuda_graph_trains_as_eager(device: str, mesh: DeviceMesh,
 
 
 @ON_CUDA
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_a_schedule_as_one_cuda_graph_trains_as_eager(device: str, mesh: DeviceMesh, schedule: str) -> None:
+    """Two stages of one rank, for `train_step` and for a loop; messages between ranks need more devices."""
+    stages = init_device_mesh(device, (1,), mesh_dim_names=("pp",))
+    pipeline = autopar.Pipeline(schedule=schedule, stages_per_rank=2)
+    found = []
+    for graph in (True, "none"):
+        run = autopar.Run(cuda_graph=graph)
+        model = _compiled("llama", stages, pipeline=pipeline, microbatches=2, run=run)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, capturable=True)
+
+        def step(model: Any = model, optimizer: Any = optimizer, **kwargs: Any) -> Tensor:
+            loss = model.train_step(**kwargs)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        losses: list[Tensor] = []
+        for number in range(WARM_UP + 3):
+            losses.append(model.train_step(**_batch("llama", device, number)[1]).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = model.cuda_graph(step) if graph is True else step
+        losses += [whole(**_batch("llama", device, number)[1]).clone() for number in range(WARM_UP + 3)]
+        found.append([*losses, *(each.detach() for each in model.parameters())])
+    assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@ON_CUDA
 def test_a_dropout_in_a_cuda_graph_drops_what_it_drops_without(device: str, mesh: DeviceMesh) -> None:
     found = []
     for graph in (True, "none"):

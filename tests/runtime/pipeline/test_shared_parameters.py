@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing import assert_close
 
 import autopar
-from autopar.runtime.pipeline.shared_parameters import holders_of, summed_over_holders
+from autopar.runtime.pipeline.shared_parameters import SharedGradients, holders_of
 from tests.support.families import HIDDEN
 from tests.support.parity import SLOW_DEVICES, assert_same_gradients
 from tests.support.ranks import Ranks, mesh
@@ -40,13 +40,16 @@ def _summed() -> dict[str, list[Tensor | None]]:
     rank, group = dist.get_rank(), mesh((3,), ("pp",)).get_group()
     root = _held(rank)
     found: dict[str, list[Tensor | None]] = {name: [] for name, _ in root.named_parameters()}
+    shared = SharedGradients(HOLDERS, group, group)
     for step in range(3):
-        with summed_over_holders(root, HOLDERS, group, group):
+        before = {name: parameter.grad for name, parameter in root.named_parameters()}
+        with shared.summed(root):
             for name, parameter in root.named_parameters():
                 # On rank 1 nothing reaches "all" in the second step.
                 if parameter.requires_grad and (rank, name, step) != (1, "all", 1):
                     (parameter.sum() * 10**rank).backward()
         for name, parameter in root.named_parameters():
+            assert step == 0 or parameter.grad is before[name], "gradients stay where they are"
             found[name].append(None if parameter.grad is None else parameter.grad.clone())
     return found
 
@@ -74,7 +77,7 @@ def _taken() -> list[float]:
 
     root.get_parameter("all").register_post_accumulate_grad_hook(take)
     for _ in range(2):
-        with summed_over_holders(root, HOLDERS, group, group):
+        with SharedGradients(HOLDERS, group, group).summed(root):
             for _ in range(2):
                 (root.get_parameter("all").sum() * 10**rank).backward()
     return found
@@ -89,7 +92,7 @@ def _failed() -> list[float] | None:
     root = nn.Module()
     root.register_parameter("w", nn.Parameter(torch.ones(2)))
     root.get_parameter("w").grad = torch.tensor([1.0, 2.0])
-    with pytest.raises(RuntimeError, match="in the step"), summed_over_holders(root, {"w": (0, 1)}, group, group):
+    with pytest.raises(RuntimeError, match="in the step"), SharedGradients({"w": (0, 1)}, group, group).summed(root):
         raise RuntimeError("in the step")
     grad = root.get_parameter("w").grad
     return None if grad is None else grad.tolist()
@@ -105,7 +108,7 @@ def _uneven() -> Tensor:
     root = nn.Module()
     root.register_parameter("w", nn.Parameter(torch.zeros(1000)))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with summed_over_holders(root, {"w": (0, 1, 2)}, group, group):
+    with SharedGradients({"w": (0, 1, 2)}, group, group).summed(root):
         values = torch.randn(1000, generator=generator) * 10.0 ** torch.randint(-6, 6, (1000,), generator=generator)
         root.get_parameter("w").grad = values
     grad = root.get_parameter("w").grad
@@ -127,7 +130,7 @@ def _distributed() -> None:
         value = torch.arange(24.0).reshape(6, 4)
         root.register_parameter("w", nn.Parameter(distribute_tensor(value.clone(), inner, [placement])))
         weight = root.get_parameter("w")
-        with summed_over_holders(root, {"w": (0, 1)}, group, group):
+        with SharedGradients({"w": (0, 1)}, group, group).summed(root):
             if own == 0:
                 weight.grad = distribute_tensor(value * 2, inner, [placement])
         assert isinstance(weight.grad, DTensor) and weight.grad.placements == (placement,)

@@ -65,26 +65,31 @@ def test_a_cpu_has_no_graphs(devices: DeviceMesh) -> None:
             model.cuda_graph(model.train_step)
 
 
-def test_a_mesh_with_a_pipeline_is_refused() -> None:
-    with fake_mesh({"pp": 2}) as pipeline, pytest.raises(InputError, match="device type cpu"):
-        autopar.compile(Regression(), pipeline, run=autopar.Run(cuda_graph=True))
+def test_a_cpu_has_no_graphs_of_pipelines() -> None:
+    with fake_mesh({"pp": 2}) as pipeline:
+        with pytest.raises(InputError, match="device type cpu"):
+            autopar.compile(Regression(), pipeline, run=autopar.Run(cuda_graph=True))
+        model = autopar.compile(Regression(), pipeline, run=autopar.Run(cuda_graph="auto"))
+        assert not model.graphs_steps
 
 
 @pytest.mark.parametrize(
-    ("axis", "training", "reason"),
+    ("schedule", "training", "reason"),
     [
-        ("pp", True, 'a pipeline over "pp", whose schedule the host runs'),
+        ("pipedream", True, r'Pipeline\(schedule="pipedream"\), which exchanges versions of the weights'),
+        ("pipedream_2bw", True, r'Pipeline\(schedule="pipedream_2bw"\), which exchanges versions of the weights'),
+        ("1f1b", True, "needs NCCL, and the mesh communicates by fake, on the host"),
         (None, False, "training=False, which has no step"),
         (None, True, "needs NCCL, and the mesh communicates by fake, on the host"),
     ],
 )
 def test_meshes_of_cuda_devices_without_graphs(
-    devices: DeviceMesh, axis: str | None, training: bool, reason: str
+    devices: DeviceMesh, schedule: str | None, training: bool, reason: str
 ) -> None:
     mesh: Any = SimpleNamespace(device_type="cuda", ndim=1, get_group=devices.get_group)
     with pytest.raises(InputError, match=reason):
-        graph_is_required(True, mesh, axis, training)
-    assert graph_is_required("auto", mesh, axis, training) is None
+        graph_is_required(True, mesh, training, schedule)
+    assert graph_is_required("auto", mesh, training, schedule) is None
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,12 @@ def test_torch_compile_makes_no_graphs_inside_of_graphs(devices: DeviceMesh) -> 
         _graphed(devices).compile(mode="reduce-overhead")
 
 
+def test_train_step_may_be_part_of_a_step_that_is_a_graph(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    _run(model.cuda_graph(lambda x: (model.train_step(x), model.zero_grad())[0]), WARM_UP + 2)
+    assert (model._recorder.captures, model._recorder.replays) == (1, 2), "it is a graph of its own"
+
+
 def test_another_mode_is_another_kind_and_frozen_parameters_are_noticed(devices: DeviceMesh) -> None:
     model = _graphed(devices)
     step = _step_of(model, lambda loss: 1)
@@ -237,6 +248,8 @@ def test_the_plan_counts_the_copies_of_a_batch(devices: DeviceMesh) -> None:
 
 GRAPH = autopar.Run(cuda_graph=True)
 ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
+STAGES = autopar.Mesh({"pp": 2}, hardware="h100")
+PIPEDREAM = {"pipeline": autopar.Pipeline(schedule="pipedream")}
 
 
 def test_a_plan_without_devices_has_experts_in_a_graph_if_their_rows_are_padded() -> None:
@@ -261,12 +274,25 @@ def test_a_plan_without_devices_counts_the_copies_of_a_batch_as_compile_does(dev
         assert found.reserved == model.plan.reserved and found.reserved.graph_bytes == X.nbytes
 
 
+def test_a_plan_of_a_pipeline_counts_the_copies_of_a_batch_as_compile_does() -> None:
+    options: dict[str, Any] = {"memory": "80GB", "microbatches": 2}
+    with fake_mesh({"pp": 2}) as pipeline:
+        model: Any = autopar.compile(Regression(), pipeline, hardware=load("h100"), **options)
+        model.capture_steps(True, RecordedCalls())
+        model.prepare((X,), {})
+    found = autopar.plan(Regression(), STAGES, (X,), run=GRAPH, **options)
+    assert found.reserved == model.plan.reserved and found.reserved.graph_bytes == X.nbytes
+    assert found.reserved_bytes == model.plan.reserved_bytes
+    assert "inputs of the CUDA graph 128 B" in str(found)
+
+
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "reason"),
     [
         (Regression(), ON_H100, {"training": False}, "training=False, which has no step"),
         (Regression(), autopar.Mesh({"dp": 2}, hardware="cpu"), {}, "needs CUDA devices, and the hardware profile"),
-        (Regression(), autopar.Mesh({"pp": 2}, hardware="h100"), {}, 'a pipeline over "pp", whose schedule the host'),
+        (Regression(), STAGES, {**PIPEDREAM, "microbatches": 2}, 'schedule="pipedream".*, which exchanges versions'),
+        (Regression(nn.AlphaDropout()), STAGES, {"microbatches": 2}, "aten.alpha_dropout.*in stage [01]"),
         (Regression(nn.AlphaDropout()), ON_H100, {}, "the step draws random numbers by aten.alpha_dropout"),
         (Regression(), ON_H100, {"memory": autopar.Memory(offload="optimizer")}, "the step moves tensors to host"),
     ],
