@@ -75,17 +75,22 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Tensor:
     """Return all elements one behind the other, in a dtype.
 
-    `writes`: whether the message will be written to. If not, it is a view of tensors that lie as they are sent.
+    `writes`: whether the message will be written to, as eager backwards do. If not, it is a view of tensors that lie as
+    they are sent.
     """
     if len(tensors) == 1:
         return tensors[0].reshape(-1).to(dtype, copy=writes)
-    if is_eager():
-        if not writes and (message := _as_they_lie(tensors, dtype)) is not None:
-            return message
-        if all(each.dtype == dtype for each in tensors):
-            with torch._C._AutoDispatchBelowAutograd():  # one call in the place of a view for each
-                return _flatten_dense_tensors(tensors)
+    eager, is_cast = writes or is_eager(), False
+    for each in tensors:  # a loop, because this runs for every bucket, and comprehensions are calls of Python
+        is_cast = is_cast or each.dtype != dtype
+    if eager and not writes and (message := _as_they_lie(tensors, dtype)) is not None:
+        return message
+    if eager and not is_cast:
+        with torch._C._AutoDispatchBelowAutograd():  # one call in the place of a view for each
+            return _flatten_dense_tensors(tensors)
     flat = [each if each.ndim == 1 else each.reshape(-1) for each in tensors]
+    if not is_cast:
+        return torch.cat(flat)
     sizes = [each.numel() for each in flat]
     message = flat[0].new_empty(sum(sizes), dtype=dtype)
     torch._foreach_copy_(message.split(sizes), flat)  # pyright: ignore[reportPrivateImportUsage]
