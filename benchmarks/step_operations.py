@@ -11,11 +11,13 @@ is counted by a TorchDispatchMode, the fourth by `sys.setprofile`. What ranks wo
                   fused operation (`fsdp::chunk_cat` …) is one
     calls         Python functions that are called
 
+in each phase, and in all of them together (`total`).
+
     python -m benchmarks.step_operations                                all cases on 8, 64 and 512 ranks: some minutes
     python -m benchmarks.step_operations --only zero3 --ranks 8 512
 
-target: kernels of a backward are as many on 512 ranks as on 8, and at most 1.1 × the peer's; Python calls with full
-recomputation are at most 1.1 × the peer's.
+target: kernels are as many on 512 ranks as on 8, and at most 1.1 × the peer's; Python calls and operations of a step
+(`total`) are at most the peer's.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Link, Protocol
 from autopar.ir.program.precision import NAMED
 from autopar.tools.benchmarking.baselines import own_samples
-from benchmarks.step_counts import Contestant, counted
+from benchmarks.step_counts import Contestant, Counts, counted
 from benchmarks.step_exchanges import NUM_EXPERTS, STAGES, experts, experts_by_hand, pipeline, pipeline_by_hand
 from benchmarks.transformer_model import Size, Transformer, batch, transformer
 from benchmarks.transformer_pairs import styles_of
@@ -240,6 +242,8 @@ def rows_of(case: Case, setting: Setting, names: bool = False) -> list[tuple[obj
             for phase, found in operations.items():
                 print(build.__qualname__, phase, found.kernels.most_common(16), found.every.most_common(12), sep="\n  ")
     lines = []
+    for side in sides:
+        side["total"] = sum(side.values(), Counts())
     for phase, here in sides[0].items():
         there = sides[1][phase]
         pairs = [[getattr(each, name) for each in (here, there)] for name in ("kernels", "operations", "calls")]

@@ -38,8 +38,11 @@ class InFlight:
     buffers: list[tuple[tuple[int, ...], list[Part], Tensor]] = field(default_factory=list)
     """Positions, how their parts are sent, and the parts of all ranks, one rank after the other."""
 
-    def arrived(self) -> tuple[Tensor, ...]:
-        """Return the weights, once they are there; to be called once, as it frees the buffers."""
+    def arrived(self, shaped: bool = True) -> tuple[Tensor, ...]:
+        """Return the weights, once they are there; to be called once, as it frees the buffers.
+
+        Without `shaped`, only their storages are as described (`unpacked`).
+        """
         axis, sizes = self.recipe.axis, self.recipe.sizes
         whole: list[Tensor | None] = [None] * len(sizes)
         while self.buffers:
@@ -48,9 +51,9 @@ class InFlight:
             message = waited_for(buffer)
             del buffer
             # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
-            found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size)
+            found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size, shaped)
             for i, part, each in zip(numbers, parts, found, strict=True):
-                whole[i] = part.received(each) if part.first else each
+                whole[i] = part.received(each) if part.first and shaped else each
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:

@@ -130,6 +130,8 @@ class _ReduceGradients(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 total = _all_reduce_in_place(own, "sum", axis.group)
             pending.results[id(total)] = total
+            if total.untyped_storage()._cdata == found[0].untyped_storage()._cdata:  # summed where they lie
+                return None, None, None, None, None, *found
         if one is not None:
             return None, None, None, None, None, total
         reduced: list[Tensor | None] = [None] * 5

@@ -209,9 +209,6 @@ class Traffic:
     num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def by_collective(self) -> dict[tuple[str, str], int]:
-        return dict(self.num_bytes)
-
 
 @contextlib.contextmanager
 def record_traffic() -> Iterator[Traffic]:

@@ -21,6 +21,8 @@ from torch import Tensor
 from autopar.runtime.collectives.layout_moves import is_eager, padded
 from autopar.runtime.collectives.rank_parts import by_rank
 
+_flatten_dense_tensors = torch._C._nn.flatten_dense_tensors  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -73,16 +75,20 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Tensor:
     """Return all elements one behind the other, in a dtype.
 
-    `writes`: whether the message will be written to. If not, it is a view of tensors that lie as they are sent.
+    `writes`: whether the message will be written to, as eager backwards do. If not, it is a view of tensors that lie as
+    they are sent.
     """
-    flat, is_cast = [], False
-    for each in tensors:
-        flat.append(each if each.ndim == 1 else each.reshape(-1))
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).to(dtype, copy=writes)
+    eager, is_cast = writes or is_eager(), False
+    for each in tensors:  # a loop, because this runs for every bucket, and comprehensions are calls of Python
         is_cast = is_cast or each.dtype != dtype
-    if len(flat) == 1:
-        return flat[0].to(dtype, copy=writes)
-    if not writes and is_eager() and (message := _as_it_lies(flat, dtype)) is not None:
+    if eager and not writes and (message := _as_they_lie(tensors, dtype)) is not None:
         return message
+    if eager and not is_cast:
+        with torch._C._AutoDispatchBelowAutograd():  # one call in the place of a view for each
+            return _flatten_dense_tensors(tensors)
+    flat = [each if each.ndim == 1 else each.reshape(-1) for each in tensors]
     if not is_cast:
         return torch.cat(flat)
     sizes = [each.numel() for each in flat]
@@ -91,12 +97,13 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Te
     return message
 
 
-def _as_it_lies(flat: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+def _as_they_lie(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """Return a view of tensors that lie one behind the other in one storage; None if they do not."""
-    first, start = flat[0], flat[0].storage_offset()
+    first, start = tensors[0], tensors[0].storage_offset()
     storage, place = first.untyped_storage()._cdata, start
-    for each in flat:
-        if each.dtype != dtype or each.storage_offset() != place or each.untyped_storage()._cdata != storage:
+    for each in tensors:
+        lies = each.storage_offset() == place and each.is_contiguous()
+        if not lies or each.dtype != dtype or each.untyped_storage()._cdata != storage:
             return None
         place += each.numel()
     return first.as_strided((place - start,), (1,), start)
@@ -123,21 +130,32 @@ def packed(
 
 
 def unpacked(
-    message: Tensor, parts: Sequence[torch.Size], dims: Sequence[int], sizes: Sequence[int], num_ranks: int
+    message: Tensor,
+    parts: Sequence[torch.Size],
+    dims: Sequence[int],
+    sizes: Sequence[int],
+    num_ranks: int,
+    shaped: bool = True,
 ) -> list[Tensor]:
     """Return the wholes whose parts have these shapes, `sizes` long in their split dims, each in its own storage.
 
-    The storage of one that is split in dim 0 is that of the message.
+    The storage of one that is split in dim 0 is that of the message. Without `shaped`, the wholes may have any shape
+    and be longer: their elements lie in their storages as they would otherwise.
     """
     rows = message.view(num_ranks, -1)
     if len(parts) == 1 and dims[0] == 0:
-        return [rows.view(-1, *parts[0][1:]).narrow(0, 0, sizes[0])]
+        return [rows.view(-1, *parts[0][1:]).narrow(0, 0, sizes[0])] if shaped else [rows]
+    numbers = [part.numel() for part in parts]
+    eager = is_eager() and not any(dims)
+    if eager and not shaped:
+        wholes = [rows.new_empty((num_ranks, number)) for number in numbers]
+        torch.split_with_sizes_copy(rows, numbers, 1, out=wholes)
+        return wholes
     wholes = [
         rows.new_empty((*part[:dim], part[dim] * num_ranks, *part[dim + 1 :]))
         for part, dim in zip(parts, dims, strict=True)
     ]
-    numbers = [part.numel() for part in parts]
-    if is_eager() and not any(dims):
+    if eager:
         torch.split_with_sizes_copy(rows, numbers, 1, out=[each.view(num_ranks, -1) for each in wholes])
     else:
         targets = [by_rank(each, dim, num_ranks) for each, dim in zip(wholes, dims, strict=True)]

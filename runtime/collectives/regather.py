@@ -40,6 +40,7 @@ class _Bucket:
     requested: int = 0
     """Number of those uses that this backward has requested so far."""
     again: tuple[Tensor, ...] | None = None
+    """Tensors in the weights' storages: each use takes a view of one, of its own shape."""
     in_flight: InFlight | None = None
     done: int = NEVER
     """The last backward that has taken all uses."""
@@ -47,7 +48,7 @@ class _Bucket:
     """The one that a backward asks for next: it was saved before this one."""
 
     def use(self, number: int) -> Tensor:
-        """Return a weight, for one of its uses."""
+        """Return a tensor in the storage of a weight, for one of its uses."""
         if self.again is None:
             self.fetch()
             self._fetch_layers()
@@ -69,7 +70,7 @@ class _Bucket:
         self.issue()
         assert self.in_flight is not None
         with torch.no_grad():
-            self.again, self.in_flight = self.in_flight.arrived(), None
+            self.again, self.in_flight = self.in_flight.arrived(shaped=False), None
 
     def _fetch_layers(self) -> None:
         """Have the rest of the layer, and let those that come next be on their way."""
@@ -104,8 +105,8 @@ class _Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Handle:
-    """A saved view of a gathered weight, without its storage."""
+class Regathered:
+    """A saved view of a gathered weight, without its storage; the tensor that it becomes is nobody else's."""
 
     bucket: _Bucket
     number: int
@@ -150,20 +151,23 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
     def watch(self, recipe: Recipe, parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: int | None) -> None:
         """Remember whose weights these are, without keeping them alive."""
         # Parts that were themselves gathered are not saved either: a handle gathers them again first.
-        bucket = _Bucket(recipe, tuple(map(self._pack, parts)), layer, self.depth)
+        bucket = _Bucket(recipe, tuple([self._held(part, 0) for part in parts]), layer, self.depth)
         for number, weight in enumerate(weights):
             storage = weight.untyped_storage()
             self._buckets[storage._cdata] = (weakref.ref(storage), bucket, number)
 
-    def _pack(self, x: Tensor) -> Tensor | _Handle:
+    def _pack(self, x: Tensor) -> Tensor | Regathered:
+        return self._held(x, saving_node(x))
+
+    def _held(self, x: Tensor, since: int) -> Tensor | Regathered:
         storage = x.untyped_storage()
         alive, bucket, number = self._buckets.get(storage._cdata, (None, None, 0))
         if alive is None or bucket is None or alive() is None:
-            return x.detach() if x.grad_fn is not None else x
+            return _held_tensor(x, since)
         bucket.uses += 1
         self._saved.pop(bucket, None)
         self._saved[bucket] = None
-        return _Handle(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+        return Regathered(bucket, number, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
     @classmethod
     @contextlib.contextmanager
@@ -182,19 +186,29 @@ class Regather(torch.autograd.graph.saved_tensors_hooks):
         `given_back` turns it into the tensor, once. A tensor whose node of autograd is older than the sequence number
         `since` is held with its graph: whoever holds it has no part in that.
         """
-        if Regather.current is not None:
-            return Regather.current._pack(x)
-        node: Any = x.grad_fn
-        # A call's own output, with its graph, would hold the node that holds it.
-        return x if node is None or node._sequence_nr() % SHARED < since else x.detach()
+        return _held_tensor(x, since) if Regather.current is None else Regather.current._held(x, since)
 
     @staticmethod
     def given_back(saved: object) -> Tensor:
         """Return the saved tensor."""
         if isinstance(saved, Tensor):
             return saved
-        assert isinstance(saved, _Handle)
+        assert isinstance(saved, Regathered)
         return saved.bucket.use(saved.number).as_strided(saved.size, saved.stride, saved.offset)
+
+
+def saving_node(x: Tensor) -> int:
+    """Return the sequence number of the node of autograd that saves `x` now; 0 if that is not known."""
+    # It is the newest one, unless it is of a function in Python, whose forward may make others.
+    of_python = isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction)
+    return 0 if of_python else torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _held_tensor(x: Tensor, since: int) -> Tensor:
+    """Return a tensor without its graph, unless its node is older than `since`."""
+    node: Any = x.grad_fn
+    # A call's own output, with its graph, would hold the node that holds it.
+    return x if node is None or node._sequence_nr() % SHARED < since else x.detach()
 
 
 def _backward() -> int:

@@ -192,7 +192,7 @@ def _dispatched(
     splits = torch.stack([sent.sum(1), got.sum(1)]).cpu()
     sent_to, got_from = _host(splits)
     rows = exchange(rows, Way(sent_to, got_from, link, num_bytes))
-    ids, order = torch.sort(_senders_ids(got, sum(got_from)), stable=True)
+    ids, order = _sorted(got, sum(got_from))
     return rows, order, got, ids, route, splits
 
 
@@ -206,7 +206,7 @@ def _padded(x: Tensor, index: Tensor, experts: _Experts, padded: float, exchange
     ones, sizes = [1] * num_ranks, [size] * num_ranks
     got = Way(ones, ones, experts.link, sent.numel() * sent.itemsize).take(sent)
     rows = exchange(rows, Way(sizes, sizes, experts.link, rows.numel() * rows.itemsize))
-    ids, order = torch.sort(_senders_ids(got, num_ranks * size), stable=True)
+    ids, order = _sorted(got, num_ranks * size)
     return rows, order, got, ids, route, splits
 
 
@@ -327,7 +327,9 @@ def _sent_home(
     experts = _Experts.of(axes, sizes[EXPERTS])
     if not experts.travelled:
         return rows
-    order = torch.argsort(_senders_ids(counts, rows.shape[0]), stable=True)
+    order = getattr(counts, "order", None)
+    if order is None:
+        _, order = _sorted(counts, rows.shape[0])
     if padded is None:
         num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
         sent, got = _host(splits)
@@ -342,6 +344,17 @@ def _senders_ids(counts: Tensor, num_rows: Any) -> Tensor:
     num_ranks, per_block = counts.shape
     ids = torch.arange(per_block, device=counts.device).repeat(num_ranks)
     return torch.repeat_interleave(ids, counts.flatten(), output_size=num_rows)
+
+
+def _sorted(counts: Tensor, num_rows: Any) -> tuple[Tensor, Tensor]:
+    """Return the experts of all rows in order, and the place from which each row comes.
+
+    What a backward saves is left with the counts, for the rows' way home.
+    """
+    ids, order = torch.sort(_senders_ids(counts, num_rows), stable=True)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        counts.order = order  # pyright: ignore[reportAttributeAccessIssue]
+    return ids, order
 
 
 def _host(splits: Tensor) -> list[list[Any]]:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.collectives.layout_moves import Travelling
 from autopar.runtime.collectives.mesh_axes import current_axes, use_axes
-from autopar.runtime.collectives.regather import Regather
+from autopar.runtime.collectives.regather import Regather, Regathered, saving_node
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
@@ -125,7 +125,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, x: Tensor) -> object:
         saving = self._saving
         if saving is None:
-            return self.hold(x) if self.hold_saved is None else self.hold_saved(x)
+            return self.hold(x, saving_node(x)) if self.hold_saved is None else self.hold_saved(x)
         number, saving.num_saved = saving.num_saved, saving.num_saved + 1
         frame, address = saving.frame, x.untyped_storage()._cdata
         made = frame.makers.get(address)  # `maker_of`, without a call
@@ -133,7 +133,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
         if made is not None and made[0]() is not None and not x.is_conj() and not x.is_neg():
             return frame.claim(made[1], x)
         if address in saving.entered or saving.role.saved:
-            return self.hold(x, saving.since)
+            return self.hold(x, max(saving.since, saving_node(x)))
         claim = frame.claim((saving.node, "saved", number), x)
         saving.open.append((claim, x))
         return claim
@@ -161,6 +161,8 @@ class Frame:
         self._held: dict[fx.Node, _Held] = {}
         self._generators: dict[fx.Node, dict[str, Tensor]] = {}
         self._again: dict[Key, Tensor | Travelling] = {}
+        self._learning: set[Key] = set()
+        """Keys of the results that require a gradient."""
         self._open: Counter[Key] = Counter()
         self._since = next_node()
         self._axes = current_axes()
@@ -180,6 +182,8 @@ class Frame:
         makers = self.makers
         for position, x in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
             if isinstance(x, Tensor):
+                if x.requires_grad:
+                    self._learning.add((saving.node, "output", position))
                 storage = x.untyped_storage()
                 address = storage._cdata
                 if address not in saving.entered and (address not in makers or makers[address][0]() is None):
@@ -237,10 +241,14 @@ class Frame:
         return claim.of(value)
 
     def _run_again(self) -> None:
-        """Run the calls again; a gather is waited for when its result is first used, be it by the backward."""
+        """Run the calls again: those that save something for the backward with autograd, and no others.
+
+        A gather is waited for when its result is first used, be it by the backward.
+        """
         values: dict[fx.Node, Any] = {node: held.value() for node, held in self._held.items()}
         last_use = {each: step for step in self._order.values() for each in step.inputs}
         again, still_open, number = self._again, self._open, 0
+        saving = {node for node, kind, _ in still_open if kind == "saved"}
 
         def pack(x: Tensor) -> None:
             """Take what the running call saves for its own backward, where that is claimed."""
@@ -257,6 +265,7 @@ class Frame:
                 for position, value in enumerate(given):
                     if isinstance(value, Travelling):
                         given[position] = value.arrived()
+                torch._C._set_grad_enabled(step.node in saving)
                 if step.gather is not None:
                     result = step.gather(*given)
                 elif step.node in self._generators:
@@ -264,11 +273,15 @@ class Frame:
                         result = step.run(*given)
                 else:
                     result = step.run(*given)
-                result = _detached(result)
+                if step.node in saving:
+                    result = _detached(result)
                 values[step.node] = result
                 for position, x in enumerate(tensors_of(result)):
-                    if (step.node, "output", position) in still_open:
-                        again[step.node, "output", position] = x
+                    key = (step.node, "output", position)
+                    if isinstance(x, Tensor) and not x.requires_grad and key in self._learning:
+                        x.requires_grad_()
+                    if key in still_open:
+                        again[key] = x
                 for each in step.inputs:
                     if last_use[each] is step:
                         values.pop(each, None)
@@ -312,7 +325,10 @@ class _Held:
                 f"{self.what._version}, expected {self.version}), and the backward needs it to compute a segment "
                 "again; call backward() before changing parameters or inputs."
             )
-        return _tensor_of(self.what).detach().requires_grad_(self.requires_grad)
+        x = _tensor_of(self.what)
+        if x.requires_grad == self.requires_grad:
+            return x
+        return (x if isinstance(self.what, Regathered) else x.detach()).requires_grad_(self.requires_grad)
 
 
 def _no_backward(_: object) -> Tensor:

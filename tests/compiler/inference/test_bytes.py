@@ -33,8 +33,8 @@ def _differing(module: InferenceModule, ready: Ready, changing: Mapping[str, Ten
         with record_traffic() as traffic, live:
             ready.run(module, changing)
         peaks.append(live.highest)
-        if traffic.by_collective() != predicted:
-            wrong.append(f"moved {traffic.by_collective()}, planned {predicted}")
+        if traffic.num_bytes != predicted:
+            wrong.append(f"moved {dict(traffic.num_bytes)}, planned {predicted}")
     if abs(min(peaks) / plan.peak_bytes - 1) > 0.1:
         wrong.append(f"peaks of {peaks}, planned {plan.peak_bytes}: {plan.memory}")
     return wrong

@@ -49,8 +49,8 @@ def _ran(shape: tuple[int, ...], strategies: tuple[str | None, ...]) -> list[str
             if not torch.allclose(got, expected[name], atol=1e-5, rtol=1e-5):
                 wrong.append(f"{strategy}: {name}")
         predicted = {key: size for key, size in compiled.plan.traffic.items() if size}
-        if traffic.by_collective() != predicted:
-            wrong.append(f"{strategy}: moved {traffic.by_collective()}, planned {predicted}")
+        if traffic.num_bytes != predicted:
+            wrong.append(f"{strategy}: moved {dict(traffic.num_bytes)}, planned {predicted}")
         held = [*compiled.parameters(), *compiled.buffers(), *inputs.values()]
         with torch.no_grad():
             peak = peak_bytes(lambda each=compiled: each(**inputs), lambda: None, lambda each=held: each)

@@ -65,7 +65,7 @@ def _reduced_in_every_way() -> dict[str, list[Tensor]]:
         _bucketed(x, weights).backward()
         found["thrice"] = [w.grad for w in weights if w.grad is not None]
     # 2 buckets in 5 backwards.
-    assert traffic.by_collective() == {("all_reduce", "x"): 5 * 4 * WIDTH * WIDTH * 4}
+    assert traffic.num_bytes == {("all_reduce", "x"): 5 * 4 * WIDTH * WIDTH * 4}
     assert traffic.calls["all_reduce", "x"] == 10
     return found
 
@@ -199,7 +199,7 @@ def _mixed() -> tuple[list[Tensor | None], dict[tuple[str, str], int]]:
         a2, c2, frozen2, _, d = reduce_gradients("x", a, c, frozen, unused, a * 2)
         assert not frozen2.requires_grad
         ((a2.sum() + c2.sum() + frozen2.sum() + d.sum()) * (line.get_rank() + 1)).backward()
-    return [a.grad, c.grad, frozen.grad, unused.grad], traffic.by_collective()
+    return [a.grad, c.grad, frozen.grad, unused.grad], dict(traffic.num_bytes)
 
 
 def test_a_bucket_of_many_kinds(ranks: Ranks) -> None:
@@ -269,12 +269,12 @@ def _gathered(regather: tuple[int, ...]) -> dict[str, Any]:
         gc.collect()
         kept = sum(ref() is not None for ref in alive)
         loss.backward(retain_graph=True)
-        once = dict(traffic.by_collective())
+        once = dict(traffic.num_bytes)
         first = [s.grad.clone() for s in shards if s.grad is not None]
         loss.backward()
     twice = [s.grad for s in shards if s.grad is not None]
     return {
-        "values": values, "first": first, "twice": twice, "kept": kept, "once": once, "traffic": traffic.by_collective()
+        "values": values, "first": first, "twice": twice, "kept": kept, "once": once, "traffic": dict(traffic.num_bytes)
     }  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def _frozen_gather() -> list[Any]:
         a, b = gather_parameters("x", (0, 0), (4, 4), first, second)
         assert (a.requires_grad, b.requires_grad) == (False, True)
         (a * b).sum().backward()
-    return [first.grad, second.grad, traffic.by_collective()]
+    return [first.grad, second.grad, dict(traffic.num_bytes)]
 
 
 def test_a_frozen_parameter_is_gathered_and_gets_no_gradient(ranks: Ranks) -> None:

@@ -292,7 +292,7 @@ def test_a_move_causes_the_traffic_that_its_shapes_say(case: MoveCase) -> None:
         local = from_ranks(parts, requires_grad=True)
         y = case.function(local, "a", *case.arguments)
         torch.autograd.grad(y, local, from_ranks(cotangents))
-    assert traffic.by_collective() == traffic_of(case, 3)
+    assert traffic.num_bytes == traffic_of(case, 3)
     assert sum(traffic.num_bytes.values()) == sum(traffic_of(case, 3).values())
 
 
@@ -304,8 +304,8 @@ def test_traffic_is_counted_only_inside_the_block() -> None:
             with record_traffic() as inner:
                 functions.all_reduce(x, "a")
         functions.all_reduce(x, "a")
-    assert outer.by_collective() == {("all_reduce", "a"): 24}
-    assert inner.by_collective() == {("all_reduce", "a"): 12}
+    assert outer.num_bytes == {("all_reduce", "a"): 24}
+    assert inner.num_bytes == {("all_reduce", "a"): 12}
     assert outer.calls["all_reduce", "a"] == 2
 
 
@@ -346,9 +346,9 @@ def test_a_move_whose_result_gets_no_gradient_gives_none(case: MoveCase) -> None
     with simulate(3), use_mesh(init_device_mesh("cpu", (3,), mesh_dim_names=("a",))), record_traffic() as traffic:
         local = from_ranks(parts, requires_grad=True)
         y = case.function(local, "a", *case.arguments)
-        sent = dict(traffic.by_collective())
+        sent = dict(traffic.num_bytes)
         assert torch.autograd.grad(_Without.apply(y).sum(), local, allow_unused=True) == (None,)
-        assert traffic.by_collective() == sent, "nothing goes back"
+        assert traffic.num_bytes == sent, "nothing goes back"
 
 
 def test_a_second_derivative_is_refused() -> None:

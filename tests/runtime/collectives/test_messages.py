@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Link, Protocol
+from autopar.runtime.collectives.gradient_buckets import reduce_gradients
+from autopar.runtime.collectives.mesh_axes import use_mesh
 from autopar.runtime.collectives.packed_messages import joined, packed, unpacked
 from tests.support.simulation.fake_mesh import fake_mesh
 
@@ -83,6 +85,9 @@ def test_what_is_unpacked_is_what_was_packed(given_wholes: tuple[list[Tensor], l
     found = unpacked(message, shapes, dims, sizes, num_ranks)
     assert all(map(torch.equal, found, wholes)) and all(each.is_contiguous() for each in found)
     assert len({each.untyped_storage().data_ptr() for each in found}) == len(found)
+    lying = unpacked(message, shapes, dims, sizes, num_ranks, shaped=False)
+    for whole, each in zip(wholes, lying, strict=True):
+        assert torch.equal(each.as_strided(whole.shape, whole.contiguous().stride()), whole)
 
 
 @settings(max_examples=40, deadline=None)
@@ -118,6 +123,25 @@ def test_as_many_operations_run_for_any_number_of_ranks(dims: list[int], size: i
         counts.append(operations.names)
     assert counts[0] == counts[1]
     assert ("aten::_chunk_cat.out" in counts[0]) == (not any(dims))
+
+
+def test_tensors_are_joined_by_one_call() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(4), torch.ones(3, 2)]
+    with _Operations() as operations:
+        joined(tensors, torch.float32, writes=False)
+    assert operations.names == {"aten::flatten_dense_tensors": 1}
+
+
+def test_gradients_that_lie_as_they_are_sent_are_summed_where_they_lie() -> None:
+    parameters = [torch.ones(2, 3, requires_grad=True), torch.ones(4, requires_grad=True)]
+    gradients = torch.ones(10)
+    with fake_mesh({"x": 8}) as mesh, use_mesh(mesh):
+        reduced = reduce_gradients("x", *parameters, in_place=True)
+        with _Operations() as operations:
+            found = torch.autograd.grad(reduced, parameters, [gradients[:6].view(2, 3), gradients[6:]])
+    assert operations.names["_c10d_functional::all_reduce_"] == operations.names["aten::as_strided"] == 1
+    assert operations.names["aten::split_with_sizes"] == operations.names["aten::cat"] == 0
+    assert [each.data_ptr() - gradients.data_ptr() for each in found] == [0, 24]
 
 
 def _kernels_of_a_backward(num_ranks: int, strategy: Any, precision: Any) -> Counter[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -56,9 +58,9 @@ def _logged(log: list[str]) -> Iterator[None]:
         log.append(f"issue {len(recipe.dims) - 1}")
         return issued(recipe, parts)
 
-    def arrive(self: InFlight) -> tuple[Tensor, ...]:
+    def arrive(self: InFlight, shaped: bool = True) -> tuple[Tensor, ...]:
         log.append(f"arrive {len(self.recipe.dims) - 1}")
-        return arrived(self)
+        return arrived(self, shaped)
 
     with mock.patch.object(regather, "issued", issue), mock.patch.object(InFlight, "arrived", arrive):
         yield
@@ -173,3 +175,37 @@ def test_a_gather_in_flight_is_only_waited_for() -> None:
         (whole * whole).sum().backward()
         for value, part in zip(local_values(shard.grad), parts, strict=True):
             torch.testing.assert_close(value, 2 * 2 * part)
+
+
+class _SavesWhatItMakes(torch.autograd.Function):
+    """A function that saves its output, after its forward has made further nodes of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        with torch.enable_grad():
+            x.detach().requires_grad_().exp()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+@pytest.mark.parametrize("function", [torch.exp, _SavesWhatItMakes.apply])
+def test_only_what_a_node_has_made_itself_is_saved_without_its_graph(function: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    given = x * 2
+    with Regather():
+        found = function(given)
+        product = given * found
+    assert product.grad_fn._saved_self.data_ptr() == given.data_ptr()  # type: ignore[union-attr]
+    (gradient,) = torch.autograd.grad(product.sum(), x, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.full((3,), 6 * math.exp(2)))
+    memory = weakref.ref(found.untyped_storage())
+    gc.disable()  # a node that held its own output would be a cycle that it never finds
+    del found, product
+    assert memory() is None
+    gc.enable()

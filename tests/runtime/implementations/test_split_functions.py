@@ -116,7 +116,7 @@ def check(
             at_grads = [at.transposed for x, at in zip(inputs, layouts, strict=True) if x.requires_grad]
             for g, at, wanted in zip(found_grads, at_grads, expected_grads, strict=True):
                 torch.testing.assert_close(joined(local_values(g), at, wanted.shape), wanted, equal_nan=True)
-    return traffic.by_collective()
+    return dict(traffic.num_bytes)
 
 
 def on(a: Any, b: Any = I) -> Layout:

@@ -14,7 +14,9 @@ RANKS = 8
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("hsdp", None), ("fsdp_megatron", MIXED), ("megatron_sequence", None)], ids=str
+    ("name", "precision"),
+    [("hsdp", None), ("fsdp_megatron", MIXED), ("megatron_sequence", None), ("expert_data", None)],
+    ids=str,
 )
 def test_a_step_has_the_kernels_of_its_peer(name: str, precision: str | None) -> None:
     case = next(case for case in CASES if case.name == name)
