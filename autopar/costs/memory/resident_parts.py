@@ -19,37 +19,11 @@ from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Presence, Role, moment_of, presence_of
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
-from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS, RECEIVED
+from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 CONSTANTS = "constants"
-NAMES = {
-    Role.MOVED: "moved weights",
-    Role.SENT: "sent tensors",
-    Role.RECEIVED: RECEIVED,
-    Role.RETURNED: "received gradients",
-    Role.GRADIENT: "gradients",
-    Role.ARRIVED: "gradients",
-    Role.FRESH: "gradients",
-    Role.REDUCED: "gradients",
-    Role.STEPPED: "gradients",
-    Role.UNREDUCED: "gradients",
-    Role.SENT_OFF: "gradients",
-    Role.LAST_MADE: "gradients",
-    Role.ALIVE: ACTIVATIONS,
-    Role.GATHERED: "gathered weights",
-    Role.GATHERED_AGAIN: "gathered weights",
-    Role.COPIED: "gathered weights",
-    Role.ON_WAY: "gathered weights",
-    Role.ON_WAY_AGAIN: "gathered weights",
-    Role.TRAVELLING: "working set",
-    Role.WORKING: "working set",
-    Role.WORKING_FORWARD: "working set",
-    Role.HANDED_ON: "working set",
-    Role.UPDATING: "working set",
-}
-"""Names in `Plan.memory` of the bytes of roles that have one each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +83,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     if (travelling := memory.travelling(number)) is not None:
         found[Role.TRAVELLING] = memory.times(travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
-            yield Part(Role.TRAVELLING, NAMES[Role.TRAVELLING], used, (travelling,), ends, rows=rows)
+            yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
         yield from _of_roles(found, used, ends)
         yield from _alive(memory.live.made(number), ends, rows)
@@ -126,7 +100,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     working, whole = memory.working(number), memory.own(number, with_rerun=True)
     yield from _saved(memory, ACTIVATIONS, number, memory.own(number), whole, ends, rows)
     if working is not None:
-        yield Part(Role.WORKING, NAMES[Role.WORKING], used, working, ends, number)
+        yield Part(Role.WORKING, Role.WORKING.label, used, working, ends, number)
     if rows is not None:
         of_rows = {Role.WORKING: None if working is None else memory.working_rows(number)}
         of_rows[Role.HANDED_ON] = None if found[Role.HANDED_ON] is None else memory.handed_on_rows(number)
@@ -141,7 +115,7 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
         name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
         yield from _saved(memory, name, edge.target, saved, memory.with_rerun(saved), ends, space.rows_on(edge))
     if (sent := memory.accumulation.sent(edge)) is not None:
-        yield Part(Role.SENT, NAMES[Role.SENT], used, sent, ends, edge.source)
+        yield Part(Role.SENT, Role.SENT.label, used, sent, ends, edge.source)
     if (constant := memory.accumulation.constant(edge)) is not None:
         yield Part(Role.MOVED, CONSTANTS, used, (constant,), ends)
     elif memory.accumulation.holds(edge) and edge.source not in memory.accumulation.constants:
@@ -153,7 +127,7 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
 def _of_roles(found: Mapping[Role, Bytes | None], used: int, ends: tuple[int, ...]) -> Iterator[Part]:
     for role, array in found.items():
         if array is not None:
-            yield Part(role, NAMES[role], used, (array,), ends)
+            yield Part(role, role.label, used, (array,), ends)
 
 
 def _held(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
