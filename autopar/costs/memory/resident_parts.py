@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costs.memory.lifetimes import LATE
+from autopar.costs.memory.lifetimes import LATE, Place
 from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Presence, Role, moment_of, presence_of
@@ -49,27 +49,22 @@ class Part:
     """
 
 
-def node_parts(memory: MemoryModel, number: int) -> tuple[Part, ...]:
-    """Return the parts of a decision, made once."""
-    return memory.cached(("parts", number), lambda: tuple(_node_parts(memory, number)))
+def parts_of(memory: MemoryModel, place: Place) -> tuple[Part, ...]:
+    """Return the parts of a decision or an edge, made once."""
+    if isinstance(place, int):
+        return memory.cached(("parts", place), lambda: tuple(_node_parts(memory, place)))
+    return memory.cached(("parts", place.end), lambda: tuple(_edge_parts(memory, place)))
 
 
-def edge_parts(memory: MemoryModel, edge: TensorEdge) -> tuple[Part, ...]:
-    """Return the parts of an edge, made once."""
-    return memory.cached(("parts", edge.end), lambda: tuple(_edge_parts(memory, edge)))
-
-
-def parts_of(memory: MemoryModel) -> Iterator[Part]:
+def all_parts(memory: MemoryModel) -> Iterator[Part]:
     """Yield all parts of a model."""
-    for number in range(len(memory.space.decisions)):
-        yield from node_parts(memory, number)
-    for edge in memory.space.edges:
-        yield from edge_parts(memory, edge)
+    for place in (*range(len(memory.space.decisions)), *memory.space.edges):
+        yield from parts_of(memory, place)
 
 
 def gathers_weights(memory: MemoryModel, choices: Sequence[int]) -> bool:
     """Return whether any weight is gathered during a step under these choices."""
-    parts = (part for edge in memory.space.edges for part in edge_parts(memory, edge) if part.role is Role.ON_WAY)
+    parts = (part for edge in memory.space.edges for part in parts_of(memory, edge) if part.role is Role.ON_WAY)
     return any(part.modes[0][tuple(choices[end] for end in part.ends)] for part in parts)
 
 
@@ -260,35 +255,19 @@ def resident(presence: Presence, part: Part, at: Moment) -> Modes:
     return (*modes[:-1], *nothing) if there else (*nothing * (len(MODES) - 1), modes[-1])
 
 
-def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
-    """Return the bytes of a decision in a row, by strategy; one array per mode of its segment if the mode matters."""
-    found = _in_row(memory, [part for part in node_parts(memory, number) if part.rows is None], row)
-    return found or (memory.nothing((len(memory.space.decisions[number].candidates.strategies),)),)
+def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = False) -> Modes | None:
+    """Return the bytes of a decision or an edge in a row, by the strategies at its ends; None if there are none.
 
-
-def edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row, by the strategies at its ends; one array per mode if the mode matters."""
-    return _in_row(memory, [part for part in edge_parts(memory, edge) if part.rows is None], row)
-
-
-def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.uneven_modes`)."""
-    return _in_row(memory, _uneven(memory, node_parts(memory, number)), row)
-
-
-def uneven_edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row for expert rows above an equal share."""
-    return _in_row(memory, _uneven(memory, edge_parts(memory, edge)), row)
-
-
-def _uneven(memory: MemoryModel, parts: Iterable[Part]) -> list[Part]:
-    if memory.live is not None:
-        return []
-    return [replace(each, modes=uneven_modes(memory, each.rows, each.modes)) for each in parts if each.rows is not None]
-
-
-def _in_row(memory: MemoryModel, parts: Iterable[Part], row: MemoryRow) -> Modes | None:
-    presence, moments = presence_of(memory), []
+    There is one array per mode of its segment, if the mode matters. If `uneven`, the bytes are those of expert rows
+    above an equal share (see `tensor_bytes.uneven_modes`), else all others.
+    """
+    presence, parts = presence_of(memory), []
+    for part in parts_of(memory, place):
+        if part.rows is None and not uneven:
+            parts.append(part)
+        elif part.rows is not None and uneven and memory.live is None:
+            parts.append(replace(part, modes=uneven_modes(memory, part.rows, part.modes)))
+    moments = []
     for moment, weight in row.weights:
         at, found = moment_of(memory, moment), []
         for part in parts:

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role, moment_of, presence_of
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import edge_parts, node_parts, resident
+from autopar.costs.memory.resident_parts import parts_of, resident
 from autopar.costs.memory.tensor_bytes import Bytes
 from autopar.costs.space.space import Decision, ExpertRows
 from autopar.costs.space.strategy import Strategy
@@ -45,8 +45,8 @@ def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetiti
         return {}
     at, presence = moment_of(memory, memory_use(memory, symbolic.choices, modes)[2]), presence_of(memory)
     found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
-    counted = [(node_parts(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
-    counted += [(edge_parts(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
+    counted = [(parts_of(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
+    counted += [(parts_of(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
     for part, count in ((part, count) for parts, count in counted for part in parts):
         by_mode = resident(presence, part, at)
         mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
@@ -71,7 +71,7 @@ def offloaded_bytes(
         return
     lifetimes, own, copies = symbolic.lifetimes, symbolic.host_copies, symbolic.numeric.host_copies
     found = [(n, own.bytes_of(n), repetition.of_decision(n)) for n in lifetimes.calls]
-    found += [(edge.target, own.bytes_on(edge), repetition.of_edge(edge)) for edge in symbolic.space.edges]
+    found += [(edge.target, own.bytes_of(edge), repetition.of_edge(edge)) for edge in symbolic.space.edges]
     for number, num_bytes, count in found:
         segment = lifetimes.segment[number]
         if num_bytes is not None and num_bytes.item() and modes.get(segment) == OFFLOAD:
