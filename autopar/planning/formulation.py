@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.costs.memory.model import MemoryModel, Modes
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
-from autopar.costs.memory.resident_parts import edge_bytes, node_bytes, uneven_edge_bytes, uneven_node_bytes
+from autopar.costs.memory.resident_parts import bytes_in
 from autopar.costs.memory.tensor_bytes import uneven_share
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.ir.sharding.layout import Layout, Placement
@@ -176,7 +176,7 @@ class Formulation:
         for number, tensor_edge in enumerate(self.space.edges):
             seconds, ends = self._reshard(tensor_edge), (tensor_edge.source, tensor_edge.target)
             segment = segments.get(self.memory.lifetimes.segment[tensor_edge.target])
-            again = None if segment is None else self.memory.second_forward.seconds_on(tensor_edge)
+            again = None if segment is None else self.memory.second_forward.seconds_of(tensor_edge)
             if segment is None or (again is None and number not in by_mode[EDGE]):
                 found.edges.append((ends, seconds, (EDGE, number, False)))
             else:
@@ -207,22 +207,16 @@ class Formulation:
     def _bytes_of(self, row: MemoryRow | None) -> _RowBytes:
         if row not in self._row_bytes:
             memory, space = self.memory, self.space
+            nothing = {n: (memory.nothing(each.candidates.seconds.shape),) for n, each in enumerate(space.decisions)}
             if row is None:
-                nothing = {
-                    n: (memory.nothing(each.candidates.seconds.shape),) for n, each in enumerate(space.decisions)
-                }
                 self._row_bytes[row] = _RowBytes.of(nothing, {}, {}, {})
             else:
                 uneven = space.imbalance > 1
                 self._row_bytes[row] = _RowBytes.of(
-                    {number: node_bytes(memory, number, row) for number in range(len(space.decisions))},
-                    {number: edge_bytes(memory, tensor_edge, row) for number, tensor_edge in enumerate(space.edges)},
-                    {number: uneven_node_bytes(memory, number, row) for number in self._with_rows if uneven},
-                    {
-                        number: uneven_edge_bytes(memory, tensor_edge, row)
-                        for number, tensor_edge in enumerate(space.edges)
-                        if uneven
-                    },
+                    {number: bytes_in(memory, number, row) or nothing[number] for number in nothing},
+                    {number: bytes_in(memory, tensor_edge, row) for number, tensor_edge in enumerate(space.edges)},
+                    {number: bytes_in(memory, number, row, uneven) for number in self._with_rows if uneven},
+                    {number: bytes_in(memory, edge, row, uneven) for number, edge in enumerate(space.edges) if uneven},
                 )
         return self._row_bytes[row]
 

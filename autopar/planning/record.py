@@ -131,7 +131,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         transfers, seconds = paths[key]
         moved[edge.target].extend(each for each in transfers if not (each[0].backward and edge.target in unused))
         waits[edge.target] += seconds
-        more, rerun = second.at_edge(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
+        more, rerun = second.at(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
         if rerun:
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
             moved[edge.target].extend((replace(_of_padded(t, padding), backward=True), s) for t, s in timed)

@@ -80,7 +80,7 @@ def parts_by_decision(
         pairs = zip(path.transfers, path.messages, strict=True)
         back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
-        backward = parts.backward + back * share + memory.second_forward.at_edge(edge, choices, modes)
+        backward = parts.backward + back * share + memory.second_forward.at(edge, choices, modes)
         found[edge.target] = parts._replace(forward=forward, backward=backward)
     return found
 

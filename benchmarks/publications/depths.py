@@ -11,7 +11,7 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import bytes_by_moment
-from autopar.costs.memory.resident_parts import edge_parts
+from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.plans.plan import Plan
 from autopar.costs.steps.step import last_microbatch_tasks, microbatch_tasks, step_tasks
 from autopar.costs.timeline.values import Task
@@ -95,7 +95,7 @@ def standing_bytes(plan: Plan, runs: Microbatches, known: np.ndarray | None = No
     context = context_of(plan)
     memory = MemoryModel(context.space, several, context.memory_model.prefetch)
     end = several.phases.index(several.phases[-1])
-    reduced = (part for edge in context.space.edges for part in edge_parts(memory, edge) if part.role is Role.REDUCED)
+    reduced = (part for edge in context.space.edges for part in parts_of(memory, edge) if part.role is Role.REDUCED)
     made = sum(int(each.modes[0][tuple(context.choices[end] for end in each.ends)]) for each in reduced)
     found = known if known is not None and several == runs else moments(plan, several)
     return int(found[end, 0]) - made

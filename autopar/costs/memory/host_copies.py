@@ -17,38 +17,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Place, ends_of
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, OfTensors, TensorBytes, shared
-from autopar.costs.space.space import TensorEdge
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
 class HostCopies(OfTensors):
-    """Bytes and seconds of offloaded activations, by decision and edge."""
+    """Bytes and seconds of offloaded activations: of what a call saves by itself, or of what an edge brings."""
 
     def __init__(
-        self,
-        tensors: TensorBytes,
-        own: Callable[[int], Modes | None],
-        edge: Callable[[TensorEdge], Modes | None],
-        widened: Callable[[], HostCopies],
+        self, tensors: TensorBytes, saved: Callable[[Place], Modes | None], widened: Callable[[], HostCopies]
     ) -> None:
-        """Take bytes saved on the device by mode (`own`, `edge`).
-
-        `widened` gives the copies in the space before it was narrowed, which has the choices that split nothing.
-        """
+        """Take what is saved on the device by mode, and the copies in the space before it was narrowed."""
         super().__init__(tensors)
-        self._own, self._edge, self._widened = own, edge, widened
+        self._saved, self._widened = saved, widened
         self._exposed: dict[str, float] = {}
 
-    def bytes_of(self, number: int) -> Bytes | None:
-        """Return the offloaded bytes that a call saves by itself; None if there are none."""
-        return self._offloaded(self._own(number)) if self.lifetimes.offloads else None
-
-    def bytes_on(self, edge: TensorEdge) -> Bytes | None:
-        """Return the offloaded bytes on account of an edge; None if there are none."""
-        return self._offloaded(self._edge(edge)) if self.lifetimes.offloads else None
-
-    def _offloaded(self, saved: Modes | None) -> Bytes | None:
+    def bytes_of(self, place: Place) -> Bytes | None:
+        """Return the offloaded bytes of a call or an edge; None if there are none."""
+        if not self.lifetimes.offloads:
+            return None
+        saved = self._saved(place)
         if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
             return None
         return self._less(saved[0], saved[-1])
@@ -57,15 +46,9 @@ class HostCopies(OfTensors):
     def _less(self, one: Bytes, other: Bytes) -> Bytes:
         return one - other
 
-    def seconds_of(self, number: int) -> Bytes | None:
-        """Return the exposed seconds of copies of what a call saves by itself."""
-        return self._seconds(self.bytes_of(number), self.lifetimes.segment[number])
-
-    def seconds_on(self, edge: TensorEdge) -> Bytes | None:
-        """Return the exposed seconds of copies on account of an edge."""
-        return self._seconds(self.bytes_on(edge), self.lifetimes.segment[edge.target])
-
-    def _seconds(self, num_bytes: Bytes | None, segment: str) -> Bytes | None:
+    def seconds_of(self, place: Place) -> Bytes | None:
+        """Return the exposed seconds of their copies."""
+        num_bytes, segment = self.bytes_of(place), self.lifetimes.segment[ends_of(place)[-1]]
         return None if num_bytes is None else self._copied(num_bytes, self.exposed(segment) / self.bytes_per_s)
 
     @shared
@@ -78,27 +61,22 @@ class HostCopies(OfTensors):
         hardware = self.space.hardware
         return min(hardware.host_link_bytes_per_s, hardware.host_memory_bytes_per_s / self.space.devices_on_host)
 
-    def offloaded(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Return the offloaded bytes that a call saves by itself, under choices and modes."""
-        found = self.bytes_of(number) if modes.get(self.lifetimes.segment[number]) == OFFLOAD else None
-        return 0 if found is None else int(found[choices[number]])
-
-    def offloaded_on(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> int:
-        """Return the offloaded bytes on account of an edge under choices and modes."""
-        found = self.bytes_on(edge) if modes.get(self.lifetimes.segment[edge.target]) == OFFLOAD else None
-        return 0 if found is None else int(found[choices[edge.source], choices[edge.target]])
+    def offloaded(self, place: Place, choices: Sequence[int], modes: Mapping[str, str]) -> int:
+        """Return the offloaded bytes of a call or an edge under choices and modes."""
+        ends = ends_of(place)
+        found = self.bytes_of(place) if modes.get(self.lifetimes.segment[ends[-1]]) == OFFLOAD else None
+        return 0 if found is None else int(found[tuple([choices[end] for end in ends])])
 
     def total(self, choices: Sequence[int], modes: Mapping[str, str]) -> int:
         """Return bytes on the host under choices and modes once the forward of a micro-batch has run."""
         if OFFLOAD not in modes.values():
             return 0
-        own = sum(self.offloaded(number, choices, modes) for number in self.lifetimes.calls)
-        return own + sum(self.offloaded_on(edge, choices, modes) for edge in self.space.edges)
+        return sum(self.offloaded(each, choices, modes) for each in (*self.lifetimes.calls, *self.space.edges))
 
     def exposed(self, segment: str) -> float:
         """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
         if not self._exposed:
-            self._exposed = self._shares() if self.space.kept is None else self._widened()._shares()
+            self._exposed = self._widened()._shares()  # that space has the choices that split nothing
         return self._exposed[segment]
 
     def _shares(self) -> dict[str, float]:
@@ -113,16 +91,12 @@ class HostCopies(OfTensors):
             there, waits = float(candidates.forward_seconds[whole]), sum(candidates.strategies[whole].waits)
             forward[segment] += there
             backward[segment] += max(0.0, float(candidates.seconds[whole]) - there - waits)
-            copied[segment] += self._unsplit_bytes(self.bytes_of(number)) / self.bytes_per_s
-        for edge in self.space.edges:
-            if segment := self.lifetimes.segment[edge.target]:
-                copied[segment] += self._unsplit_bytes(self.bytes_on(edge), self.tensors.stays(edge)) / self.bytes_per_s
+        for place in (*self.lifetimes.calls, *self.space.edges):
+            num_bytes, segment = self.bytes_of(place), self.lifetimes.segment[ends_of(place)[-1]]
+            if segment and num_bytes is not None:  # counts the choice that splits and moves nothing
+                unmoved = True if isinstance(place, int) else self.tensors.stays(place)
+                copied[segment] += int(np.where(unmoved, num_bytes, 0).max()) / self.bytes_per_s
         return {
             name: max(0.0, 1 - forward[name] / seconds) + max(0.0, 1 - backward[name] / seconds) if seconds else 0.0
             for name, seconds in copied.items()
         }
-
-    @staticmethod
-    def _unsplit_bytes(num_bytes: Bytes | None, among: np.ndarray | bool = True) -> int:
-        """Return the bytes of the choice that splits nothing; on edges, among those that move nothing."""
-        return 0 if num_bytes is None else int(np.where(among, num_bytes, 0).max())

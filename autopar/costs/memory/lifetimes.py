@@ -30,6 +30,13 @@ from autopar.ir.program.saved_tensors import LOSSES, Saved, saved_in, saved_othe
 from autopar.strategies.roles import RoledProgram
 
 LATE = 1 << 40  # the position of what no call uses
+Place = int | TensorEdge
+"""A decision, by its number, or an edge: either has bytes and seconds."""
+
+
+def ends_of(place: Place) -> tuple[int, ...]:
+    """Return the decisions whose strategies say how much it is; the segment of the last says the mode."""
+    return (place,) if isinstance(place, int) else (place.source, place.target)
 
 
 class Lifetimes:

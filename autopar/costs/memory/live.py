@@ -32,9 +32,6 @@ class Interval:
     num_bytes: Bytes
     """Bytes by strategy of a decision, or by strategies at the ends of an edge."""
 
-    def covers(self, place: int) -> bool:
-        return self.first <= place < self.end
-
 
 class Live(OfTensors):
     """Bytes of each decision and edge, by when they are resident."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.costs.memory.accumulation import Accumulation
 from autopar.costs.memory.host_copies import HostCopies
-from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.lifetimes import Lifetimes, Place
 from autopar.costs.memory.live import Live
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
@@ -64,7 +64,7 @@ class MemoryModel(TensorBytes):
         self.prefetch = prefetch
         """Number of layers ahead of their use that weights are fetched."""
         self._edges: dict[object, Modes | None] = {}  # by end
-        self.host_copies = HostCopies(self, self.own, self.edge, lambda: self.widened().host_copies)
+        self.host_copies = HostCopies(self, self.saved_by, lambda: self.widened().host_copies)
         self.second_forward = SecondForward(self, self.host_copies)
         self.accumulation = Accumulation(self, self.microbatches)
         self.live = None if space.program.learns or self.microbatches.several else Live(self)
@@ -124,6 +124,10 @@ class MemoryModel(TensorBytes):
         return working if space.optimizer.in_backward else {number: working[number] for number in most}
 
     # Bytes saved between forward and backward.
+
+    def saved_by(self, place: Place) -> Modes | None:
+        """Return the saved bytes of a call's own, or on account of an edge, by mode; None if there are none."""
+        return self.own(place) if isinstance(place, int) else self.edge(place)
 
     def own(self, number: int, with_rerun: bool = False) -> Modes | None:
         """Return the saved bytes of a call's own outputs and hidden tensors, by mode; None if it saves nothing.

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,12 +31,17 @@ import numpy as np
 
 from autopar.costs.memory.microbatches import Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.plans.decision_rows import ACTIVATIONS, RECEIVED
 
 COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD, END, STEP = range(7)
 KINDS = range(FORWARD + 1)
 """Kinds of moments that every call may have; the end and the step have one moment each, at the first place."""
 BACKWARD = (COMPUTING, GATHERING, REDUCING, UPDATING)
 BEHIND = (REDUCING, UPDATING)  # when the call itself has run
+
+
+GRADIENTS, OF_GATHERED, IN_WORK = "gradients", "gathered weights", "working set"
+"""Names in `Plan.memory` of bytes of several roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,38 +106,6 @@ def kind_in(phase: Phase, kind: int) -> int:
     return kind if not phase.end else STEP if phase.steps else END
 
 
-class Role(enum.Enum):
-    """Purpose of bytes, in the order in which tables name them."""
-
-    STORED = "parameters, optimizer state, buffers and inputs"
-    MOVED = "a weight as it was moved, or a constant, once for all micro-batches"
-    SENT = "a tensor that goes to the next stage, until the next one goes there"
-    RECEIVED = "a buffer for a tensor from the previous stage"
-    RETURNED = "a buffer for a gradient from the next stage"
-    GRADIENT = "a gradient as it is stored, or as micro-batches add to it"
-    ARRIVED = "a gradient that one backward has reduced, to be added to those before it"
-    FRESH = "a gradient that one backward has made, to be added to those before it"
-    REDUCED = "a gradient as it is stored, next to the sum that it is made of"
-    STEPPED = "a gradient as it is stored, while the optimizer steps"
-    UNREDUCED = "a gradient, between its call's backward and the layer's"
-    SENT_OFF = "a gradient in the message that reduces it"
-    LAST_MADE = "a gradient of the layer's last backward, as it is reduced"
-    SAVED = "a tensor saved for the backward, as the mode of its segment says"
-    WHOLE = "a tensor saved for the backward, as it is while its segment runs again"
-    WAITING = "a tensor that another micro-batch saves for its backward"
-    ALIVE = "a tensor of a program without gradients, until its last use"
-    GATHERED = "a gathered weight in the forward"
-    GATHERED_AGAIN = "a gathered weight in the backward"
-    COPIED = "a gathered weight in the message that it is copied out of"
-    ON_WAY = "a weight that is fetched ahead in the forward"
-    ON_WAY_AGAIN = "a weight that is fetched ahead in the backward"
-    TRAVELLING = "rows of experts on their way, where they are sent from and where they arrive"
-    WORKING = "what a backward works on"
-    WORKING_FORWARD = "what a forward works on that makes its gradients"
-    HANDED_ON = "gradients that a backward leaves for the calls before it"
-    UPDATING = "what the optimizer's step works on"
-
-
 class Scope(enum.Enum):
     """Range of bytes among moments of a kind, by the place p of the call that uses them first."""
 
@@ -148,6 +121,55 @@ class Scope(enum.Enum):
     AHEAD = "in the layers that come before that of p, as many as weights are fetched ahead"
     WHOLE = "from p on, or from behind its backward, while the segment of p is there as a whole"
     SAVED = "behind that"
+
+
+def _at(kinds: Iterable[int], scope: Scope = Scope.ALWAYS) -> dict[int, Scope]:
+    return dict.fromkeys(kinds, scope)
+
+
+ALWAYS, RUNNING = _at(range(STEP + 1)), _at(KINDS)
+
+
+class Role(enum.Enum):
+    """Purpose of bytes, in the order in which tables name them.
+
+    With it go their name in `Plan.memory`, and their scope at each kind of moment, unless `Presence` states another.
+    """
+
+    STORED = "parameters, optimizer state, buffers and inputs", "", ALWAYS
+    MOVED = "a weight as it was moved, or a constant, once a step", "moved weights", RUNNING | {END: Scope.ALWAYS}
+    SENT = "a tensor that goes to the next stage, until the next one goes there", "sent tensors", ALWAYS
+    RECEIVED = "a buffer for a tensor from the previous stage", RECEIVED, ALWAYS
+    RETURNED = "a buffer for a gradient from the next stage", "received gradients", ALWAYS
+    GRADIENT = "a gradient as it is stored, or as micro-batches add to it", GRADIENTS, {}
+    ARRIVED = "a gradient that one backward has reduced, to be added to those before it", GRADIENTS, {}
+    FRESH = "a gradient that one backward has made, to be added to those before it", GRADIENTS, {COMPUTING: Scope.HERE}
+    REDUCED = "a gradient as it is stored, next to the sum that it is made of", GRADIENTS, {END: Scope.ALWAYS}
+    STEPPED = "a gradient as it is stored, while the optimizer steps", GRADIENTS, {STEP: Scope.ALWAYS}
+    UNREDUCED = "a gradient, between its call's backward and the layer's", GRADIENTS, _at(BACKWARD, Scope.LAYER_BEFORE)
+    SENT_OFF = "a gradient in the message that reduces it", GRADIENTS, {REDUCING: Scope.LAYER_TO}
+    LAST_MADE = "a gradient of the layer's last backward, as it is reduced", GRADIENTS, {REDUCING: Scope.HERE}
+    SAVED = "a tensor saved for the backward, as its segment's mode says", "", _at(KINDS, Scope.SAVED)
+    WHOLE = "such a tensor while its segment runs again", "", _at(KINDS, Scope.WHOLE)
+    WAITING = "a tensor that another micro-batch saves for its backward", "", ALWAYS
+    ALIVE = (
+        "a tensor of a program without gradients, until its last use",
+        ACTIVATIONS,
+        _at((FORWARD, GATHERING), Scope.ONWARD),
+    )
+    GATHERED = "a gathered weight in the forward", OF_GATHERED, {FORWARD: Scope.ALL_LAYER}
+    GATHERED_AGAIN = "a gathered weight in the backward", OF_GATHERED, _at((COMPUTING, GATHERING), Scope.ALL_LAYER)
+    COPIED = "a gathered weight in the message that it is copied out of", OF_GATHERED, {GATHERING: Scope.ALL_LAYER}
+    ON_WAY = "a weight that is fetched ahead in the forward", OF_GATHERED, {FORWARD: Scope.AHEAD}
+    ON_WAY_AGAIN = "a weight that is fetched ahead in the backward", OF_GATHERED, _at(BACKWARD, Scope.AHEAD)
+    TRAVELLING = "rows of experts on their way, sent or arriving", IN_WORK, _at(KINDS, Scope.MEANWHILE)
+    WORKING = "what a backward works on", IN_WORK, {COMPUTING: Scope.HERE}
+    WORKING_FORWARD = "what a forward works on that makes its gradients", IN_WORK, {FORWARD: Scope.HERE}
+    HANDED_ON = "gradients that a backward leaves for the calls before it", IN_WORK, _at(BEHIND, Scope.HERE)
+    UPDATING = "what the optimizer's step works on", IN_WORK, {UPDATING: Scope.HERE, STEP: Scope.ALWAYS}
+
+    def __init__(self, purpose: str, label: str, scopes: Mapping[int, Scope]) -> None:
+        self.purpose, self.label, self.scopes = purpose, label, scopes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,39 +208,14 @@ class Presence:
 
     def _scopes_of(self, is_first: bool) -> dict[Role, Mapping[int, Scope]]:
         """Return by role the scope at each kind of moment, in a first backward or a later one."""
-        always = dict.fromkeys(range(STEP + 1), Scope.ALWAYS)
-        running, backward = (dict.fromkeys(kinds, Scope.ALWAYS) for kinds in (KINDS, BACKWARD))
         frees_gradients = self.memory.frees_gradients
         run = dict.fromkeys(BACKWARD, Scope.LAYER_UNTIL if frees_gradients else Scope.UNTIL)
-        return {
-            Role.STORED: always,
-            Role.MOVED: always if self.memory.microbatches.stashes else {**running, END: Scope.ALWAYS},
-            Role.RECEIVED: always,
-            Role.RETURNED: always,
-            Role.SENT: always,
-            Role.GRADIENT: {**(run if is_first or frees_gradients else running), END: Scope.ALWAYS},
-            Role.ARRIVED: {} if is_first else run,
-            Role.FRESH: {COMPUTING: Scope.HERE},
-            Role.REDUCED: {END: Scope.ALWAYS},
-            Role.STEPPED: {STEP: Scope.ALWAYS},
-            Role.UNREDUCED: dict.fromkeys(backward, Scope.LAYER_BEFORE),
-            Role.SENT_OFF: {REDUCING: Scope.LAYER_TO},
-            Role.LAST_MADE: {REDUCING: Scope.HERE},
-            Role.SAVED: dict.fromkeys(KINDS, Scope.SAVED),
-            Role.WHOLE: dict.fromkeys(KINDS, Scope.WHOLE),
-            Role.WAITING: always,
-            Role.GATHERED: {FORWARD: Scope.ALL_LAYER},
-            Role.GATHERED_AGAIN: {COMPUTING: Scope.ALL_LAYER, GATHERING: Scope.ALL_LAYER},
-            Role.COPIED: {GATHERING: Scope.ALL_LAYER},
-            Role.ON_WAY: {FORWARD: Scope.AHEAD},
-            Role.ON_WAY_AGAIN: dict.fromkeys(backward, Scope.AHEAD),
-            Role.TRAVELLING: dict.fromkeys(KINDS, Scope.MEANWHILE),
-            Role.WORKING: {COMPUTING: Scope.HERE},
-            Role.WORKING_FORWARD: {FORWARD: Scope.HERE},
-            Role.HANDED_ON: dict.fromkeys(BEHIND, Scope.HERE),
-            Role.UPDATING: {UPDATING: Scope.HERE, STEP: Scope.ALWAYS},
-            Role.ALIVE: dict.fromkeys((FORWARD, GATHERING), Scope.ONWARD),
-        }
+        found: dict[Role, Mapping[int, Scope]] = {role: role.scopes for role in Role}
+        found[Role.GRADIENT] = (run if is_first or frees_gradients else RUNNING) | {END: Scope.ALWAYS}
+        found[Role.ARRIVED] = {} if is_first else run
+        if self.memory.microbatches.stashes:
+            found[Role.MOVED] = ALWAYS
+        return found
 
     def times(self, role: Role, phase: Phase) -> int:
         """Return for how many micro-batches bytes of one are resident in a phase."""

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import FORWARD, KINDS, Role, Scope, kind_in, presence_of
-from autopar.costs.memory.resident_parts import Part, parts_of
+from autopar.costs.memory.resident_parts import Part, all_parts
 from autopar.costs.plans.decision_rows import Instant, MemoryUse
 from autopar.costs.space.space import ExpertRows
 from autopar.ir.program.recompute_segments import OFFLOAD
@@ -200,7 +200,7 @@ def _sums_of(memory: MemoryModel, with_uneven_rows: bool) -> _Sums:
 def _added(memory: MemoryModel, with_uneven_rows: bool) -> Iterable[tuple[Part, int, int]]:
     """Yield parts with the place at which they add to their sum, and with their sign."""
     count = len(memory.lifetimes.calls)
-    for part in parts_of(memory):
+    for part in all_parts(memory):
         if part.rows is None or with_uneven_rows:
             yield part, min(part.used, count), 1
             if part.until <= count:

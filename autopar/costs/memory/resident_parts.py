@@ -14,42 +14,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costs.memory.lifetimes import LATE
+from autopar.costs.memory.lifetimes import LATE, Place
 from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Presence, Role, moment_of, presence_of
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
-from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS, RECEIVED
+from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 CONSTANTS = "constants"
-NAMES = {
-    Role.MOVED: "moved weights",
-    Role.SENT: "sent tensors",
-    Role.RECEIVED: RECEIVED,
-    Role.RETURNED: "received gradients",
-    Role.GRADIENT: "gradients",
-    Role.ARRIVED: "gradients",
-    Role.FRESH: "gradients",
-    Role.REDUCED: "gradients",
-    Role.STEPPED: "gradients",
-    Role.UNREDUCED: "gradients",
-    Role.SENT_OFF: "gradients",
-    Role.LAST_MADE: "gradients",
-    Role.ALIVE: ACTIVATIONS,
-    Role.GATHERED: "gathered weights",
-    Role.GATHERED_AGAIN: "gathered weights",
-    Role.COPIED: "gathered weights",
-    Role.ON_WAY: "gathered weights",
-    Role.ON_WAY_AGAIN: "gathered weights",
-    Role.TRAVELLING: "working set",
-    Role.WORKING: "working set",
-    Role.WORKING_FORWARD: "working set",
-    Role.HANDED_ON: "working set",
-    Role.UPDATING: "working set",
-}
-"""Names in `Plan.memory` of the bytes of roles that have one each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,27 +49,22 @@ class Part:
     """
 
 
-def node_parts(memory: MemoryModel, number: int) -> tuple[Part, ...]:
-    """Return the parts of a decision, made once."""
-    return memory.cached(("parts", number), lambda: tuple(_node_parts(memory, number)))
+def parts_of(memory: MemoryModel, place: Place) -> tuple[Part, ...]:
+    """Return the parts of a decision or an edge, made once."""
+    if isinstance(place, int):
+        return memory.cached(("parts", place), lambda: tuple(_node_parts(memory, place)))
+    return memory.cached(("parts", place.end), lambda: tuple(_edge_parts(memory, place)))
 
 
-def edge_parts(memory: MemoryModel, edge: TensorEdge) -> tuple[Part, ...]:
-    """Return the parts of an edge, made once."""
-    return memory.cached(("parts", edge.end), lambda: tuple(_edge_parts(memory, edge)))
-
-
-def parts_of(memory: MemoryModel) -> Iterator[Part]:
+def all_parts(memory: MemoryModel) -> Iterator[Part]:
     """Yield all parts of a model."""
-    for number in range(len(memory.space.decisions)):
-        yield from node_parts(memory, number)
-    for edge in memory.space.edges:
-        yield from edge_parts(memory, edge)
+    for place in (*range(len(memory.space.decisions)), *memory.space.edges):
+        yield from parts_of(memory, place)
 
 
 def gathers_weights(memory: MemoryModel, choices: Sequence[int]) -> bool:
     """Return whether any weight is gathered during a step under these choices."""
-    parts = (part for edge in memory.space.edges for part in edge_parts(memory, edge) if part.role is Role.ON_WAY)
+    parts = (part for edge in memory.space.edges for part in parts_of(memory, edge) if part.role is Role.ON_WAY)
     return any(part.modes[0][tuple(choices[end] for end in part.ends)] for part in parts)
 
 
@@ -109,7 +78,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     if (travelling := memory.travelling(number)) is not None:
         found[Role.TRAVELLING] = memory.times(travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
-            yield Part(Role.TRAVELLING, NAMES[Role.TRAVELLING], used, (travelling,), ends, rows=rows)
+            yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
         yield from _of_roles(found, used, ends)
         yield from _alive(memory.live.made(number), ends, rows)
@@ -126,7 +95,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     working, whole = memory.working(number), memory.own(number, with_rerun=True)
     yield from _saved(memory, ACTIVATIONS, number, memory.own(number), whole, ends, rows)
     if working is not None:
-        yield Part(Role.WORKING, NAMES[Role.WORKING], used, working, ends, number)
+        yield Part(Role.WORKING, Role.WORKING.label, used, working, ends, number)
     if rows is not None:
         of_rows = {Role.WORKING: None if working is None else memory.working_rows(number)}
         of_rows[Role.HANDED_ON] = None if found[Role.HANDED_ON] is None else memory.handed_on_rows(number)
@@ -141,7 +110,7 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
         name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
         yield from _saved(memory, name, edge.target, saved, memory.with_rerun(saved), ends, space.rows_on(edge))
     if (sent := memory.accumulation.sent(edge)) is not None:
-        yield Part(Role.SENT, NAMES[Role.SENT], used, sent, ends, edge.source)
+        yield Part(Role.SENT, Role.SENT.label, used, sent, ends, edge.source)
     if (constant := memory.accumulation.constant(edge)) is not None:
         yield Part(Role.MOVED, CONSTANTS, used, (constant,), ends)
     elif memory.accumulation.holds(edge) and edge.source not in memory.accumulation.constants:
@@ -153,7 +122,7 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
 def _of_roles(found: Mapping[Role, Bytes | None], used: int, ends: tuple[int, ...]) -> Iterator[Part]:
     for role, array in found.items():
         if array is not None:
-            yield Part(role, NAMES[role], used, (array,), ends)
+            yield Part(role, role.label, used, (array,), ends)
 
 
 def _held(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
@@ -286,35 +255,19 @@ def resident(presence: Presence, part: Part, at: Moment) -> Modes:
     return (*modes[:-1], *nothing) if there else (*nothing * (len(MODES) - 1), modes[-1])
 
 
-def node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes:
-    """Return the bytes of a decision in a row, by strategy; one array per mode of its segment if the mode matters."""
-    found = _in_row(memory, [part for part in node_parts(memory, number) if part.rows is None], row)
-    return found or (memory.nothing((len(memory.space.decisions[number].candidates.strategies),)),)
+def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = False) -> Modes | None:
+    """Return the bytes of a decision or an edge in a row, by the strategies at its ends; None if there are none.
 
-
-def edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row, by the strategies at its ends; one array per mode if the mode matters."""
-    return _in_row(memory, [part for part in edge_parts(memory, edge) if part.rows is None], row)
-
-
-def uneven_node_bytes(memory: MemoryModel, number: int, row: MemoryRow) -> Modes | None:
-    """Return the bytes of a call in a row for expert rows above an equal share (see `tensor_bytes.uneven_modes`)."""
-    return _in_row(memory, _uneven(memory, node_parts(memory, number)), row)
-
-
-def uneven_edge_bytes(memory: MemoryModel, edge: TensorEdge, row: MemoryRow) -> Modes | None:
-    """Return the bytes of an edge in a row for expert rows above an equal share."""
-    return _in_row(memory, _uneven(memory, edge_parts(memory, edge)), row)
-
-
-def _uneven(memory: MemoryModel, parts: Iterable[Part]) -> list[Part]:
-    if memory.live is not None:
-        return []
-    return [replace(each, modes=uneven_modes(memory, each.rows, each.modes)) for each in parts if each.rows is not None]
-
-
-def _in_row(memory: MemoryModel, parts: Iterable[Part], row: MemoryRow) -> Modes | None:
-    presence, moments = presence_of(memory), []
+    There is one array per mode of its segment, if the mode matters. If `uneven`, the bytes are those of expert rows
+    above an equal share (see `tensor_bytes.uneven_modes`), else all others.
+    """
+    presence, parts = presence_of(memory), []
+    for part in parts_of(memory, place):
+        if part.rows is None and not uneven:
+            parts.append(part)
+        elif part.rows is not None and uneven and memory.live is None:
+            parts.append(replace(part, modes=uneven_modes(memory, part.rows, part.modes)))
+    moments = []
     for moment, weight in row.weights:
         at, found = moment_of(memory, moment), []
         for part in parts:

@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.costs.hardware.collectives import Transfer
 from autopar.costs.memory.host_copies import HostCopies
+from autopar.costs.memory.lifetimes import Place, ends_of
 from autopar.costs.memory.tensor_bytes import Modes, OfTensors, TensorBytes, shared
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
@@ -45,20 +46,30 @@ class SecondForward(OfTensors):
         """Return which strategies of a call run collectives of their own in the forward."""
         return np.array([strategy.communicates for strategy in decision.candidates.strategies])
 
-    def seconds_of(self, number: int) -> Modes | None:
-        """Return the seconds of a call's second forward, by mode; None if it has none in any mode."""
-        decision = self.space.decisions[number]
-        if decision.kind != "call" or not self.lifetimes.segment[number]:
+    def seconds_of(self, place: Place) -> Modes | None:
+        """Return the seconds of a call's second forward, or of what runs again on account of an edge, by mode.
+
+        None if there are none in any mode.
+        """
+        ends, copying = ends_of(place), self.host_copies.seconds_of(place)
+        found = [self._seconds(place, mode) for mode in range(self.lifetimes.num_modes(ends[-1]))]
+        if copying is None and all(each is None for each in found):
             return None
-        copying, regathers = self.host_copies.seconds_of(number), self.variant(decision, SELECTIVE_MODE)
-        again = [self.runs_again(number, mode) for mode in range(self.lifetimes.num_modes(number))]
-        if copying is None and not regathers and all(each is None for each in again):
-            return None
+        nothing = self._nothing(tuple([len(self.space.decisions[end].candidates.strategies) for end in ends]))
+        seconds = [nothing if each is None else each for each in found]
+        return tuple(seconds) if copying is None else (*seconds[:-1], copying)
+
+    def _seconds(self, place: Place, mode: int) -> np.ndarray | None:
+        if not isinstance(place, int):
+            moves = self.moves_again(place, mode)
+            used_once = not self.lifetimes.reruns(place.target, mode)
+            return None if moves is None else self._seconds_on(place, moves, used_once)
+        decision, runs = self.space.decisions[place], self.runs_again(place, mode)
+        found = None if runs is None else self._second_seconds(decision, runs)
+        if not self.variant(decision, mode):
+            return found
         nothing = self._nothing((len(decision.candidates.strategies),))
-        found = [nothing if each is None else self._second_seconds(decision, each) for each in again]
-        if regathers:
-            found[SELECTIVE_MODE] = self._with_regathering(decision, found[SELECTIVE_MODE])
-        return tuple(found) if copying is None else (*found[:-1], copying)
+        return self._with_regathering(decision, nothing if found is None else found)
 
     @shared
     def _with_regathering(self, decision: Decision, seconds: np.ndarray) -> np.ndarray:
@@ -134,49 +145,23 @@ class SecondForward(OfTensors):
         before, after = self.tensors.bytes_at_ends(edge)
         return self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
 
-    def seconds_on(self, edge: TensorEdge) -> Modes | None:
-        """Return the seconds of what runs again on account of an edge, by mode; None if there are none in any mode."""
-        copying = self.host_copies.seconds_on(edge)
-        again = [self.moves_again(edge, mode) for mode in range(self.lifetimes.num_modes(edge.target))]
-        if copying is None and all(each is None for each in again):
-            return None
-        shape = tuple(len(self.space.decisions[end].candidates.strategies) for end in (edge.source, edge.target))
-        found = [
-            self._nothing(shape) if each is None else self._seconds_on(edge, each, self._is_sent_once(edge, mode))
-            for mode, each in enumerate(again)
-        ]
-        if copying is not None:
-            found[-1] = copying
-        return tuple(found)
-
     @shared
     def _seconds_on(self, edge: TensorEdge, again: np.ndarray, travelling: bool) -> np.ndarray:
         return np.where(again, self.space.forward_seconds(edge, travelling), 0.0)
 
-    def _is_sent_once(self, edge: TensorEdge, mode: int) -> bool:
-        """Return whether no call that runs again takes the tensor of an edge."""
-        return not self.lifetimes.reruns(edge.target, mode)
-
-    def at(self, number: int, choices: Sequence[int], modes: Mapping[str, str]) -> float:
-        """Return the seconds of a call's second forward under choices and modes."""
-        mode = self.lifetimes.mode_of(number, modes)
-        again = self.seconds_of(number) if mode else None
-        return 0.0 if again is None else float(again[mode][choices[number]])
-
-    def at_edge(self, edge: TensorEdge, choices: Sequence[int], modes: Mapping[str, str]) -> float:
-        """Return the seconds of what runs again on account of an edge under choices and modes."""
-        if modes.get(self.lifetimes.segment[edge.target], MODES[0]) == MODES[0]:
-            return 0.0
-        again = self.seconds_on(edge)
-        if again is None:
-            return 0.0
-        return float(again[self.lifetimes.mode_of(edge.target, modes)][choices[edge.source], choices[edge.target]])
+    def at(self, place: Place, choices: Sequence[int], modes: Mapping[str, str]) -> float:
+        """Return the seconds of what runs again of a call, or on account of an edge, under choices and modes."""
+        ends = ends_of(place)
+        mode = self.lifetimes.mode_of(ends[-1], modes)
+        again = self.seconds_of(place) if mode else None
+        return 0.0 if again is None else float(again[mode][tuple([choices[end] for end in ends])])
 
     def collectives_of(
         self, number: int, choices: Sequence[int], modes: Mapping[str, str]
     ) -> tuple[tuple[Transfer, float], ...]:
         """Return the collectives of a call itself that run again, each with its exposed seconds."""
-        again = self.runs_again(number, FULL_MODE) if self._is_full(number, modes) else None
+        is_full = self.lifetimes.mode_of(number, modes) == FULL_MODE
+        again = self.runs_again(number, FULL_MODE) if is_full else None
         if again is None or not again[choices[number]]:
             return ()
         return self.space.decisions[number].candidates.strategies[choices[number]].forward_collectives
@@ -191,7 +176,7 @@ class SecondForward(OfTensors):
             return ()
         path = self.space.path(edge, choices)
         found = [(each, 1.0) for each in path.transfers if not each.backward]
-        if path.moves[-1].gathers and self._is_sent_once(edge, mode):
+        if path.moves[-1].gathers and not self.lifetimes.reruns(edge.target, mode):
             found[-1] = (found[-1][0], self.space.hardware.communication_share)
         return tuple(found)
 
@@ -199,9 +184,6 @@ class SecondForward(OfTensors):
         """Return whether a gather that runs again brings an edge's tensor while its segment runs."""
         running = self.collectives_on(edge, choices, modes)
         return bool(running) and self.space.path(edge, choices).moves[-1].gathers
-
-    def _is_full(self, number: int, modes: Mapping[str, str]) -> bool:
-        return modes.get(self.lifetimes.segment[number]) == FULL
 
     @shared
     def _nothing(self, shape: tuple[int, ...]) -> np.ndarray:

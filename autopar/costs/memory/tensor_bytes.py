@@ -156,7 +156,7 @@ class TensorBytes:
     def gathered_alone(self, edge: TensorEdge) -> np.ndarray:
         """Return whether a weight is gathered in a message of its own."""
         before, after = self._codes(edge)
-        sizes, mesh = self.bytes_at_ends(edge)[1], self.space.mesh
+        sizes, mesh = self.bytes_at_ends(edge)[1].astype(np.int64), self.space.mesh
         gathered = (before > _PARTIAL)[:, None, :] & (after <= _REPLICATED)[None, :, :]
         in_first_dim = (before - _FIRST_DIM) % _ZIGZAG == 0
         over = np.where((gathered <= in_first_dim[:, None, :]).all(axis=2), gathered @ (1 << np.arange(mesh.ndim)), 0)

@@ -36,6 +36,18 @@ LINEAR, ADDED = "~", "+"
 """Marks of inputs in a rule."""
 
 
+def larger(one: float, other: float) -> float:
+    """Return the larger of two amounts; if one has symbols, the function `Max` of both (see `views.formulas`)."""
+    of_symbols = getattr(one, "larger", None) or getattr(other, "larger", None)
+    return of_symbols(one, other) if of_symbols else max(one, other)
+
+
+def smaller(one: float, other: float) -> float:
+    """Return the smaller of two amounts; if one has symbols, the function `Min` of both."""
+    of_symbols = getattr(one, "smaller", None) or getattr(other, "smaller", None)
+    return of_symbols(one, other) if of_symbols else min(one, other)
+
+
 def flops(call: Call, op: OpRule, bound: BoundRule) -> int:
     """Return floating point operations of the whole forward call: 2 × product of the factors of a contraction."""
     if op.flops is not None:
@@ -74,7 +86,7 @@ def local_elements(info: TensorInfo, layout: Layout, sizes: Sequence[int]) -> in
 class ForwardTerms:
     """Terms of a forward's seconds on one device: max(FLOPs / peak, moved / bandwidth) + Σ amount / rate.
 
-    Amounts may be symbolic. Seconds and formulas are both made of these, so that a new term is stated here alone.
+    Amounts may have symbols: seconds are then a formula.
     """
 
     peak: float
@@ -86,7 +98,7 @@ class ForwardTerms:
 
     def seconds(self, num_flops: float) -> float:
         """Return the seconds, without the latency, of so many FLOPs at the full rate."""
-        found = max(num_flops / self.peak, self.moved_bytes / self.bytes_per_s)
+        found = larger(num_flops / self.peak, self.moved_bytes / self.bytes_per_s)
         return found + sum(amount / rate for amount, rate in self.more)
 
 

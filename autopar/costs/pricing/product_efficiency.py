@@ -62,12 +62,12 @@ def full_rate_flops(
     sizes.
     """
     if is_attention(op, implementation):
-        length = attention_length(op, hardware) if QUERIES in local else 0.0
-        num_flops *= (1 + length / local[QUERIES]) if length else 1.0
-        num_flops *= (1 + hardware.attention_head / op.head_size) if op.head_size else 1.0
+        queries, length = local.get(QUERIES, 0), attention_length(op, hardware)
+        num_flops *= (queries + length) / queries if queries and length else 1.0
+        num_flops *= (op.head_size + hardware.attention_head) / op.head_size if op.head_size else 1.0
     if hardware.product_wave:
         elements = sum(math.prod(local[each] for each in side) for side in sides[:SIDES])
-        num_flops += hardware.product_wave / SIDES * elements
+        num_flops += elements * (hardware.product_wave / SIDES)
     return num_flops / unaligned_share(sides, local, hardware)
 
 

@@ -20,7 +20,7 @@ from autopar.costs.hardware.overlap import NOTHING, OverlappedWork
 from autopar.costs.hardware.profile import Hardware
 from autopar.costs.plans.strategy_names import MOVED_TOGETHER
 from autopar.costs.pricing.moves import MovedTensor
-from autopar.costs.pricing.operations import backward_share, gradient_sum_seconds, hidden_share
+from autopar.costs.pricing.operations import backward_share, gradient_sum_seconds, hidden_share, larger, smaller
 from autopar.costs.pricing.reshard import Transfer, transfer_seconds
 from autopar.costs.space.computing import Work, computing_seconds
 from autopar.costs.space.strategy import Strategy
@@ -267,40 +267,37 @@ def _with_waits(
     hardware: Hardware,
     meanwhile: OverlappedWork,
 ) -> Strategy:
-    """Return the strategy with the seconds of its own collectives that computing exposes: its own, which takes so
-    long, or that of other calls meanwhile.
-    """
+    """Return the strategy with the seconds of its own collectives that computing exposes."""
     if not strategy.transfers:
         return strategy
-    if strategy.implementation.in_halves and meanwhile != NOTHING:
-        return replace(strategy, waits=_waits_meanwhile(strategy, meanwhile, mesh, hardware))
-    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
-    return replace(strategy, waits=_waits(strategy, computing, share, mesh, hardware))
-
-
-def _waits(strategy: Strategy, computing: float, share: float, mesh: Mesh, hardware: Hardware) -> tuple[float, ...]:
-    """Return the seconds of a strategy's own collectives that its computing, which takes so long, does not hide.
-
-    It hides a share of them at most.
-    """
     seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
-    total = sum(seconds)
-    hidden = min(share * total, computing)
-    return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+    return replace(strategy, waits=exposed(seconds, strategy, call, bound, computing, mesh, hardware, meanwhile))
 
 
-def _waits_meanwhile(
-    strategy: Strategy, meanwhile: OverlappedWork, mesh: Mesh, hardware: Hardware
+def exposed(
+    seconds: Sequence[float],
+    strategy: Strategy,
+    call: Call,
+    bound: BoundRule,
+    computing: float,
+    mesh: Mesh,
+    hardware: Hardware,
+    meanwhile: OverlappedWork,
 ) -> tuple[float, ...]:
-    """Return the seconds of a strategy's own collectives that other calls, of which each device computes a part, do not
-    hide.
+    """Return the seconds of a strategy's own collectives that neither its computing, which takes so long and hides a
+    share of them at most, nor other calls meanwhile hide. All may have symbols.
     """
-    seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
-    for position in strategy.travelling:
-        side = meanwhile.backward if strategy.transfers[position].backward else meanwhile.forward
-        computing = side.seconds / mesh.num_devices + side.latency
-        seconds[position] = max(hardware.communication_share * seconds[position], seconds[position] - computing)
-    return tuple(seconds)
+    if strategy.implementation.in_halves and meanwhile != NOTHING:
+        found = list(seconds)
+        for position in strategy.travelling:
+            side = meanwhile.backward if strategy.transfers[position].backward else meanwhile.forward
+            others = side.seconds / mesh.num_devices + side.latency  # each device computes a part of them
+            found[position] = larger(hardware.communication_share * found[position], found[position] - others)
+        return tuple(found)
+    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
+    total = sum(seconds)
+    hidden = smaller(share * total, computing) if share else 0.0
+    return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
 
 
 def _zigzag_dims(choice: Choice, dims: ZigzagDimsOfCall) -> Choice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -48,17 +48,19 @@ def meanwhile_of(program: Program, hardware: Hardware) -> dict[fx.Node, Overlapp
     if hardware not in known:
         ruled, known[hardware] = RoledProgram.of(program).calls, {}
         for exchange, nodes in calls_meanwhile(program).items():
-            calls = [each for each in (ruled[node.name] for node in nodes) if not is_view(each.call)]
-            forward = [seconds_alone(each.call, each.op, each.bound, hardware) for each in calls]
-            shares = [backward_share(each.call, each.op) for each in calls]
-            known[hardware][exchange] = OverlappedWork(
-                Pass(sum(forward), len(calls) * hardware.op_latency_s),
-                Pass(
-                    sum(seconds * share for seconds, share in zip(forward, shares, strict=True)),
-                    sum(shares) * hardware.op_latency_s,
-                ),
-            )
+            calls = [ruled[node.name] for node in nodes]
+            known[hardware][exchange] = work_of([(each.call, each.op, each.bound) for each in calls], hardware)
     return known[hardware]
+
+
+def work_of(calls: Iterable[tuple[Call, OpRule, BoundRule]], hardware: Hardware) -> OverlappedWork:
+    """Return the computation of calls, without moves of parameters."""
+    calls = [each for each in calls if not is_view(each[0])]
+    forward = [seconds_alone(*each, hardware) for each in calls]
+    shares = [backward_share(call, op) for call, op, _ in calls]
+    backward = sum(seconds * share for seconds, share in zip(forward, shares, strict=True))
+    latency = hardware.op_latency_s
+    return OverlappedWork(Pass(sum(forward), len(calls) * latency), Pass(backward, sum(shares) * latency))
 
 
 def seconds_alone(call: Call, op: OpRule, bound: BoundRule, hardware: Hardware) -> float:

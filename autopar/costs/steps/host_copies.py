@@ -35,7 +35,7 @@ class HostCopies:
         copies, lifetimes = memory.host_copies, memory.lifetimes
         self._bytes = {number: copies.offloaded(number, choices, modes) for number in lifetimes.calls}
         for edge in memory.space.edges:
-            if num_bytes := copies.offloaded_on(edge, choices, modes):
+            if num_bytes := copies.offloaded(edge, choices, modes):
                 self._bytes[lifetimes.calls[lifetimes.position[edge.target]]] += num_bytes
         for number, num_bytes in self._bytes.items():
             if num_bytes:

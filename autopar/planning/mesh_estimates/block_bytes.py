@@ -26,7 +26,7 @@ from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import PlanMoments
-from autopar.costs.memory.resident_parts import parts_of
+from autopar.costs.memory.resident_parts import all_parts
 
 Floats = NDArray[np.float64]
 LASTING = {Role.STORED: "stored", Role.MOVED: "stored", Role.GRADIENT: "gradients", Role.REDUCED: "reduced"}
@@ -67,7 +67,7 @@ def bytes_of_blocks(
     at_place = np.array([homes[number] if homes[number] is not None else 0 for number in memory.lifetimes.calls])
     found = {name: np.zeros(count) for name in ("stored", "gradients", "reduced", "saved", "arriving", "transient")}
     of_mode = memory.lifetimes.modes_by_number(modes)
-    for part in parts_of(memory):
+    for part in all_parts(memory):
         at, source = tuple(choices[end] for end in part.ends), homes[part.ends[0]]
         if part.role in LASTING:
             found[LASTING[part.role]][homes[part.ends[-1]] or 0] += float(part.modes[0][at])

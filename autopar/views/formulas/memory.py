@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import cast
 
@@ -20,10 +19,9 @@ import numpy as np
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role, moment_of, presence_of
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import edge_parts, node_parts, resident
+from autopar.costs.memory.resident_parts import parts_of, resident
 from autopar.costs.memory.tensor_bytes import Bytes
-from autopar.costs.space.call_candidates import Candidates
-from autopar.costs.space.space import Decision, ExpertRows, Space
+from autopar.costs.space.space import Decision, ExpertRows
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import OFFLOAD
@@ -31,9 +29,9 @@ from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import BoundRule
 from autopar.views.formulas.autograd_bytes import hidden_bytes
-from autopar.views.formulas.local_sizes import LocalSizes, symbolic_call
+from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.repetition import Repetition
-from autopar.views.formulas.symbolic_shapes import input_keys
+from autopar.views.formulas.symbolic_space import symbolic_space
 from autopar.views.formulas.symbols import Polynomial, Size
 
 
@@ -47,8 +45,8 @@ def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetiti
         return {}
     at, presence = moment_of(memory, memory_use(memory, symbolic.choices, modes)[2]), presence_of(memory)
     found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
-    counted = [(node_parts(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
-    counted += [(edge_parts(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
+    counted = [(parts_of(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
+    counted += [(parts_of(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
     for part, count in ((part, count) for parts, count in counted for part in parts):
         by_mode = resident(presence, part, at)
         mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
@@ -73,7 +71,7 @@ def offloaded_bytes(
         return
     lifetimes, own, copies = symbolic.lifetimes, symbolic.host_copies, symbolic.numeric.host_copies
     found = [(n, own.bytes_of(n), repetition.of_decision(n)) for n in lifetimes.calls]
-    found += [(edge.target, own.bytes_on(edge), repetition.of_edge(edge)) for edge in symbolic.space.edges]
+    found += [(edge.target, own.bytes_of(edge), repetition.of_edge(edge)) for edge in symbolic.space.edges]
     for number, num_bytes, count in found:
         segment = lifetimes.segment[number]
         if num_bytes is not None and num_bytes.item() and modes.get(segment) == OFFLOAD:
@@ -85,14 +83,14 @@ class SymbolicMemory(MemoryModel):
 
     def __init__(self, memory: MemoryModel, choices: Sequence[int], sizes: LocalSizes) -> None:
         self.numeric, self.choices, self._sizes = memory, choices, sizes
-        space = _symbolic_space(memory.space, choices, sizes)
+        space = symbolic_space(memory.space, choices, sizes)
         super().__init__(space, memory.microbatches, memory.prefetch, lifetimes=memory.lifetimes)
 
     def uneven(self, rows: ExpertRows, num_bytes: Size) -> Size:
         """Return the bytes of expert rows above an equal share, given the bytes of a share."""
         share = self._sizes.share(rows, self.choices)
         value = math.ceil(self.numeric.space.uneven_share(rows, self.choices) * num_bytes)
-        return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share} - 1))", value) if share else Size.of(0)
+        return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share - 1}))", value) if value else Size.of(0)
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
         key = ("local", id(shape), tuple(layouts), size)  # shapes of other symbols may be equal numbers
@@ -106,7 +104,7 @@ class SymbolicMemory(MemoryModel):
 
     def elements(self, decision: Decision) -> Bytes:
         (strategy,) = decision.candidates.strategies
-        return self.local(self._sizes.shape((decision.node.name, 0)), strategy.outputs[:1], 1)
+        return self.local(self._sizes.shapes[decision.node.name, 0], strategy.outputs[:1], 1)
 
     def state_bytes(self, name: str, info: TensorInfo, elements: Bytes, matrix: bool) -> Bytes:
         """Return the bytes of one optimizer state; other numbers of elements take as many bytes of each."""
@@ -123,36 +121,3 @@ class SymbolicMemory(MemoryModel):
         make = lambda: self.array([hidden_bytes(decision, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
         (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])
-
-
-def _symbolic_space(space: Space, choices: Sequence[int], sizes: LocalSizes) -> Space:
-    """Return the space in which each decision has its chosen strategy alone, and tensors have symbolic shapes."""
-    known: dict[Hashable, Candidates] = {}
-
-    def chosen(number: int, decision: Decision) -> Candidates:
-        call, choice = decision.candidates.call, choices[number]
-        if call is not None:
-            results = ((decision.name, position) for position in range(len(call.outputs)))
-            shapes = [sizes.shape(key) for key in (*input_keys(space, decision), *results)]
-        else:
-            edge = space.inbound.get((number, 0))
-            shapes = [sizes.shape((decision.node.name, 0)) if edge is None else sizes.of_edge(edge)]
-        key = (id(decision.candidates), choice, *map(id, shapes))
-        if key not in known:
-            known[key] = _chosen(decision.candidates, choice, shapes)
-        return known[key]
-
-    decisions = [replace(each, candidates=chosen(number, each)) for number, each in enumerate(space.decisions)]
-    edges = [replace(edge, tensor=replace(edge.tensor, shape=sizes.of_edge(edge))) for edge in space.edges]
-    inbound = {edge.end: edge for edge in edges}
-    return replace(space, decisions=decisions, edges=edges, inbound=inbound)
-
-
-def _chosen(candidates: Candidates, choice: int, shapes: Sequence[tuple[int, ...]]) -> Candidates:
-    found, some = replace(candidates, strategies=(candidates.strategies[choice],)), slice(choice, choice + 1)
-    found = replace(found, seconds=candidates.seconds[some], forward_seconds=candidates.forward_seconds[some])
-    if candidates.call is None:
-        return found
-    inputs, outputs = shapes[: len(candidates.call.inputs)], shapes[len(candidates.call.inputs) :]
-    bound = None if candidates.bound is None else candidates.bound.rule.bind(inputs, outputs)
-    return replace(found, call=symbolic_call(candidates.call, inputs, outputs), bound=bound)

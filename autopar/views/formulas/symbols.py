@@ -4,18 +4,22 @@ A `Size` is an int in every comparison, so that code written for numbers takes t
 sums, products and quotients also keep the polynomial:
 
     Size.symbol("batch", 8) * 16 // Size.symbol("dp", 2)    is 64 and remembers 16*batch/dp
+    Size.symbol("batch", 8) / 2.5e9 + 1e-5                  is a polynomial: seconds, whose value nothing depends on
 
 A quotient that is whole is kept as a monomial with negative exponents; one that is not becomes a rounded atom, as in
-`ceiling(257/tp)`.
+`ceiling(257/tp)`. So do functions: `Max(batch/tp, 8)`, `all_reduce_over_tp(16*batch)`. A float times a size is a float;
+write the size first.
 """
 
 from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from autopar.ir.sharding.mesh import Mesh
 
@@ -38,10 +42,11 @@ class Polynomial:
             return value.polynomial
         if isinstance(value, Polynomial):
             return value
-        return cls((((), value),)) if value else ZERO
+        return cls((((), _plain(value)),)) if value else ZERO
 
     @classmethod
     def symbol(cls, name: str, exponent: int = 1) -> Polynomial:
+        """Return a symbol, or an atom: a function as it is written."""
         return cls(((((name, exponent),), 1),))
 
     @classmethod
@@ -55,6 +60,14 @@ class Polynomial:
     def __add__(self, other: Polynomial | Number) -> Polynomial:
         return Polynomial.sum((self, Polynomial.of(other)))
 
+    __radd__ = __add__
+
+    def __sub__(self, other: Polynomial | Number) -> Polynomial:
+        return self + Polynomial.of(other) * -1
+
+    def __rsub__(self, other: Number) -> Polynomial:
+        return self * -1 + other
+
     def __mul__(self, other: Polynomial | Number) -> Polynomial:
         other = Polynomial.of(other)
         if len(self.terms) == len(other.terms) == 1:  # nearly all sizes are single terms
@@ -67,11 +80,31 @@ class Polynomial:
                 found[monomial] = found.get(monomial, 0) + a * b
         return _polynomial(found)
 
+    __rmul__ = __mul__
+
     def __truediv__(self, other: Polynomial | Number) -> Polynomial:
-        """Return the quotient by a monomial, which is all that tensors are divided by."""
-        ((monomial, coefficient),) = Polynomial.of(other).terms
-        inverse = coefficient if coefficient == 1 else Fraction(1, coefficient)  # type: ignore[arg-type]
-        return self * Polynomial(((tuple((name, -exponent) for name, exponent in monomial), inverse),))
+        """Return the quotient; what is no monomial, by which tensors are divided, divides as an atom."""
+        other = Polynomial.of(other)
+        if len(other.terms) > 1:
+            return self * Polynomial.symbol(f"({other})", -1)
+        monomial, coefficient = next(iter(other.terms))
+        inverse = 1 / (coefficient if isinstance(coefficient, float) else Fraction(coefficient))
+        return self * Polynomial(((tuple((name, -exponent) for name, exponent in monomial), _plain(inverse)),))
+
+    def __rtruediv__(self, other: Number) -> Polynomial:
+        return Polynomial.of(other) / self
+
+    def __bool__(self) -> bool:
+        return bool(self.terms)
+
+    @staticmethod
+    def larger(one: Polynomial | Number, other: Polynomial | Number) -> Polynomial:
+        """Return the larger of two amounts, as `costs.pricing.operations.larger` asks for it."""
+        return Polynomial.symbol(f"Max({Polynomial.of(one)}, {Polynomial.of(other)})")
+
+    @staticmethod
+    def smaller(one: Polynomial | Number, other: Polynomial | Number) -> Polynomial:
+        return Polynomial.symbol(f"Min({Polynomial.of(one)}, {Polynomial.of(other)})")
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -87,10 +120,29 @@ class Polynomial:
         )
 
     def __str__(self) -> str:
-        return " + ".join(_term(monomial, value) for monomial, value in sorted(self.terms)).replace("+ -", "- ") or "0"
+        """Return the sum, each function written once, with all that it is multiplied by."""
+        multiples: dict[Monomial, list[tuple[Monomial, Number]]] = defaultdict(list)
+        for monomial, value in sorted(self.terms):
+            functions = tuple(each for each in monomial if "(" in each[0])
+            multiples[functions].append((tuple(each for each in monomial if each not in functions), value))
+        parts = []
+        for functions, terms in multiples.items():
+            if functions and len(terms) > 1:
+                parts.append(f"({_added([_term(*term) for term in terms])})*{_term(functions, 1)}")
+            else:
+                parts += [_term((*monomial, *functions), value) for monomial, value in terms]
+        return _added(parts)
 
 
 ZERO = Polynomial()
+_GROUP = 40
+
+
+def _added(parts: Sequence[str]) -> str:
+    """Return a sum in groups, as parsers go down one level for each term of a long one."""
+    while len(parts) > _GROUP:
+        parts = [f"({_added(parts[i : i + _GROUP])})" for i in range(0, len(parts), _GROUP)]
+    return " + ".join(parts).replace("+ -", "- ") or "0"
 
 
 def _polynomial(found: Mapping[Monomial, Number]) -> Polynomial:
@@ -98,7 +150,9 @@ def _polynomial(found: Mapping[Monomial, Number]) -> Polynomial:
 
 
 def _plain(value: Number) -> Number:
-    """Return a fraction that is whole as an int."""
+    """Return a fraction that is whole as an int, and a float of any kind as one."""
+    if isinstance(value, float):
+        return float(value)
     return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
@@ -133,6 +187,7 @@ class Size(int):
     """An int with the polynomial it is the value of."""
 
     polynomial: Polynomial
+    larger, smaller = staticmethod(Polynomial.larger), staticmethod(Polynomial.smaller)
 
     @classmethod
     def make(cls, value: int, polynomial: Polynomial) -> Size:
@@ -150,24 +205,32 @@ class Size(int):
         """Return a number, which depends on nothing; a Size is itself."""
         return value if isinstance(value, Size) else cls.make(value, Polynomial.of(value))
 
-    def __add__(self, other: int) -> Size:
-        return Size.make(int(self) + int(other), self.polynomial + Polynomial.of(other))
+    def __add__(self, other: Any) -> Any:
+        found = self.polynomial + Polynomial.of(other)
+        return Size.make(int(self) + int(other), found) if _is_whole(other) else found
 
     __radd__ = __add__
 
     def __neg__(self) -> Size:
         return Size.make(-int(self), self.polynomial * -1)
 
-    def __sub__(self, other: int) -> Size:
-        return Size.make(int(self) - int(other), self.polynomial + Polynomial.of(other) * -1)
+    def __sub__(self, other: Any) -> Any:
+        return self + other * -1
 
     def __rsub__(self, other: int) -> Size:
         return -self + other
 
-    def __mul__(self, other: int) -> Size:
-        return Size.make(int(self) * int(other), self.polynomial * Polynomial.of(other))
+    def __mul__(self, other: Any) -> Any:
+        found = self.polynomial * Polynomial.of(other)
+        return Size.make(int(self) * int(other), found) if _is_whole(other) else found
 
     __rmul__ = __mul__
+
+    def __truediv__(self, other: Polynomial | Number) -> Polynomial:  # type: ignore[override]
+        return self.polynomial / other
+
+    def __rtruediv__(self, other: Number) -> Polynomial:  # type: ignore[override]
+        return other / self.polynomial
 
     def __floordiv__(self, other: int) -> Size:
         """Return the quotient; where it is rounded now, it is rounded at all values."""
@@ -182,6 +245,10 @@ class Size(int):
 
     def __rfloordiv__(self, other: int) -> Size:
         return Size.of(other) // self
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, float | Fraction | Polynomial)
 
 
 def axis_symbols(mesh: Mesh) -> dict[str, str]:

@@ -82,7 +82,7 @@ def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mappin
     """Return the seconds of everything that runs again in the backward, or is copied to the host and back."""
     model = context.memory_model
     again, space = model.second_forward, model.space
-    total = sum(again.at_edge(edge, choices, modes) for edge in space.edges)
+    total = sum(again.at(edge, choices, modes) for edge in space.edges)
     for number in range(len(choices)):
         total += again.at(number, choices, modes) * space.share(space.rows.get(number), choices)
     return total

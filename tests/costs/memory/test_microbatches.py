@@ -23,7 +23,7 @@ from autopar.costs.memory.microbatches import END, Microbatches, Phase
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow, Role
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
-from autopar.costs.memory.resident_parts import edge_bytes, edge_parts, node_parts
+from autopar.costs.memory.resident_parts import bytes_in, parts_of
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.build import build_space
 from autopar.costs.space.space import Space
@@ -171,7 +171,7 @@ def test_an_embedding_that_is_gathered_is_held_until_the_end() -> None:
 def added_up(space: Space, choices: Sequence[int]) -> int:
     """Bytes of all gradients that micro-batches add up."""
     memory = MemoryModel(space, Microbatches(4))
-    parts = (part for edge in space.edges for part in edge_parts(memory, edge) if part.role is Role.GRADIENT)
+    parts = (part for edge in space.edges for part in parts_of(memory, edge) if part.role is Role.GRADIENT)
     return sum(int(part.modes[0][choices[part.ends[0]], choices[part.ends[1]]]) for part in parts)
 
 
@@ -349,10 +349,10 @@ def test_arrays_of_equal_edges_are_one_object() -> None:
     row = MemoryRow(((0, 1),))
     kinds: dict[object, np.ndarray] = {}
     for edge in space.edges:
-        for part in edge_parts(memory, edge):
+        for part in parts_of(memory, edge):
             if part.role is Role.MOVED:
                 assert kinds.setdefault(space.kind(edge), part.modes[0]) is part.modes[0]
-    assert kinds and edge_bytes(memory, space.edges[0], row) is not None
+    assert kinds and bytes_in(memory, space.edges[0], row) is not None
 
 
 class _Mlp(nn.Module):
@@ -429,8 +429,8 @@ def test_no_bytes_follow_from_other_waits_but_where_micro_batches_reduce_gradien
     space, runs = space_of(Chain(), (X_BD,), dp=2, tp=2), Microbatches(4, 4, reduce_each=reduce_each)
     memory, waiting = MemoryModel(space, runs), space.waiting_for({"all_gather": 0.5})
     use = memory_use(memory, whole(space), {})
-    assert (node_parts(memory.on(waiting), 0) is node_parts(memory, 0)) == (not reduce_each)
+    assert (parts_of(memory.on(waiting), 0) is parts_of(memory, 0)) == (not reduce_each)
     for other in (memory.on(waiting), MemoryModel(waiting, runs)):
         assert memory_use(other, whole(space), {}) == use
     uneven = memory.on(replace(space, imbalance=2.0))
-    assert node_parts(uneven, 0) is not node_parts(memory, 0), "its edges have other numbers"
+    assert parts_of(uneven, 0) is not parts_of(memory, 0), "its edges have other numbers"

@@ -29,7 +29,7 @@ from autopar.costs.memory.moments import (
     moment_of,
 )
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import edge_bytes, edge_parts, node_bytes
+from autopar.costs.memory.resident_parts import bytes_in, parts_of
 from autopar.costs.pricing import message_sizes as messages
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.build import build_space
@@ -40,6 +40,7 @@ from autopar.planning.settings import context_of
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from tests.support.eager import run
 from tests.support.families import FAMILIES, Family
+from tests.support.moments import at_moment
 from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import IDS_BS, X_BD, Attention, TwoLinears, space_of
 
@@ -180,7 +181,7 @@ def split_samples(space: Space, choices: list[int], weight: int) -> None:
 
 
 def _by_role(memory: MemoryModel, edge: TensorEdge) -> dict[Role, np.ndarray]:
-    return {part.role: part.modes[0] for part in edge_parts(memory, edge)}
+    return {part.role: part.modes[0] for part in parts_of(memory, edge)}
 
 
 def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
@@ -284,7 +285,7 @@ def _three_linears(strategy: str = "data_parallel") -> tuple[MemoryModel, Sequen
 
 def _at(memory: MemoryModel, edge: TensorEdge, choices: Sequence[int], place: int) -> int:
     """Return the bytes of an edge while the call at that position runs backward."""
-    found = edge_bytes(memory, edge, MemoryRow(((place, 1),)))
+    found = bytes_in(memory, edge, MemoryRow(((place, 1),)))
     return 0 if found is None else int(found[0][choices[edge.source], choices[edge.target]])
 
 
@@ -314,11 +315,7 @@ def test_a_limit_counts_what_the_report_counts(strategy: str) -> None:
     rows: dict[int, list[int]] = defaultdict(list)
     for kind, places in _moments(memory).items():
         for place in places:
-            row = MemoryRow(((place + kind * count, 1),))
-            nodes = (node_bytes(memory, n, row)[0][choice] for n, choice in enumerate(choices))
-            edges = ((w, edge_bytes(memory, w, row)) for w in memory.space.edges)
-            held = (int(found[0][choices[w.source], choices[w.target]]) for w, found in edges if found is not None)
-            rows[place].append(int(sum(nodes)) + sum(held))
+            rows[place].append(at_moment(memory, choices, place + kind * count))
     assert [max(rows[place]) for place in range(count)] == backward
 
 
@@ -335,7 +332,7 @@ def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_whi
     assert peak == sum(use.parts.values())
     row = MemoryRow(((2 + GATHERING * 3, 1),))
     weights = [w for w in memory.space.edges if memory.space.is_weight(w.source)]
-    found = [edge_bytes(memory, w, row) for w in weights]
+    found = [bytes_in(memory, w, row) for w in weights]
     gathered = [
         0 if f is None else int(f[0][choices[w.source], choices[w.target]]) for w, f in zip(weights, found, strict=True)
     ]

@@ -170,12 +170,12 @@ def test_what_is_held_in_a_row_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
     space = SPACES["layers"]()
     memory = MemoryModel(space)
     rows = [MemoryRow(((moment, 1),)) for moment in (0, len(memory.lifetimes.calls))]
-    requested, worked_out = [], formulation.node_bytes
-    monkeypatch.setattr(formulation, "node_bytes", lambda *of: requested.append(of[2]) or worked_out(*of))
+    requested, worked_out = [], formulation.bytes_in
+    monkeypatch.setattr(formulation, "bytes_in", lambda *of: requested.append(of[2]) or worked_out(*of))
     stated = Formulation(space, memory)
     stated.problems({}, rows[:1])
     stated.problems({}, rows)
-    assert requested == [row for row in rows for _ in space.decisions]
+    assert requested == [row for row in rows for _ in (*space.decisions, *space.edges)]
 
 
 def test_the_problem_of_a_row_that_was_requested_before_is_not_stated_again() -> None:

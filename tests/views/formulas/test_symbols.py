@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sympy
@@ -15,11 +15,18 @@ from sympy.parsing.sympy_parser import parse_expr
 from torch import Tensor, nn
 
 from autopar.costs.plans.expressions import evaluate
+from autopar.costs.pricing.operations import larger, smaller
+from autopar.costs.pricing.optimizer import Optimizer
+from autopar.costs.pricing.optimizer_step import step_seconds
+from autopar.ir.program.program import TensorInfo
+from autopar.ir.sharding.layout import I, Layout
+from autopar.ir.sharding.mesh import Mesh
 from autopar.views.formulas.equations import Equation, Equations
 from autopar.views.formulas.repetition import stacks_of
 from autopar.views.formulas.symbolic_shapes import SymbolicShapes, symbolic_shapes
 from autopar.views.formulas.symbols import Polynomial, Size
 from tests.support.families import FAMILIES
+from tests.support.parity import SLOW_DEVICES
 from tests.support.planned import space_of
 
 VALUES = {"batch": 12, "sequence": 8, "tp": 4}
@@ -37,9 +44,30 @@ SIZES = st.recursive(
 )
 
 
+def test_seconds_remember_sizes_and_write_each_function_once() -> None:
+    batch, tp = Size.symbol("batch", 8), Size.symbol("tp", 2)
+    assert str(batch / 2.0 + 3.0 - tp / 4) == "3.0 + 0.5*batch - tp/4"
+    assert str(1 - 1 / tp) == "1 - 1/tp" and str(batch / (tp + 1 / tp)) == "batch/(1/tp + tp)"
+    longer: Any = larger(cast(float, batch / 4.0), 1.0)
+    assert str(longer * 2 + longer * tp + 1) == "1 + (2 + tp)*Max(0.25*batch, 1.0)"
+    assert str(smaller(0.5, tp)) == "Min(0.5, tp)" and (larger(2.0, 3.0), smaller(2.0, 3.0)) == (3.0, 2.0)
+
+
 @given(SIZES)
 def test_a_size_is_the_value_of_its_polynomial(size: Size) -> None:
     assert evaluate(str(size.polynomial), {name: Fraction(value) for name, value in VALUES.items()}) == int(size)
+
+
+def test_an_optimizer_s_step_costs_at_other_sizes_what_it_costs_there() -> None:
+    def seconds(hidden: int, optimizer: Optimizer) -> float:
+        return step_seconds(info(hidden), Layout((I,)), Mesh({"dp": 2}), SLOW_DEVICES, optimizer, matrix=True)
+
+    def info(hidden: int) -> TensorInfo:
+        return TensorInfo((hidden, 4 * hidden), torch.float32, True)
+
+    for optimizer in (Optimizer(), Optimizer("muon"), Optimizer("galore", rank=4)):
+        formula = str(seconds(Size.symbol("hidden", 32), optimizer))
+        assert float(evaluate(formula, {"hidden": Fraction(64)})) == pytest.approx(seconds(64, optimizer), rel=1e-12)
 
 
 @given(SIZES)
