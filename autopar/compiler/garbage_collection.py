@@ -12,19 +12,6 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
-    """Leave the objects that there are out of collections, which walk only what is made meanwhile."""
-    is_own = not gc.get_freeze_count()  # else `unfreeze` would also release what the user has frozen
-    if is_own:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_own:
-            gc.unfreeze()
-
-
-@contextmanager
 def uncollected() -> Iterator[None]:
     """Suspend cyclic garbage collection; usable as a decorator."""
     was_on = gc.isenabled()

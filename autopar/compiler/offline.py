@@ -14,7 +14,6 @@ from autopar.compiler.arguments import (
     check_in_one_piece,
     check_no_pipeline,
 )
-from autopar.compiler.garbage_collection import frozen
 from autopar.compiler.offline_planner import USUAL_AXES, USUAL_PIPELINE, OfflinePlanner
 from autopar.compiler.options import check_planned_mesh
 from autopar.compiler.plan_cache import PlanCache
@@ -157,10 +156,9 @@ def _estimated(planner: OfflinePlanner, mesh: str, devices: int | None) -> Plan 
     deadline = after(planner.request.settings.search.time_limit)
     left = seconds_until(deadline)
     estimates = Estimates(subject, after(ESTIMATING * left), after(WITHOUT_ANY * left))
+    estimates.search()
     planned = Planned(estimates, exact, deadline)
-    with frozen():
-        estimates.search()
-        searched = planned.best()
+    searched = planned.best()
     if searched is None:
         _check_time(estimates, deadline)
         return None

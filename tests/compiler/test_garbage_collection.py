@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.compiler.garbage_collection import frozen, uncollected
+from autopar.compiler.garbage_collection import uncollected
 from autopar.errors import InfeasibleError
 from autopar.planning import planner, request
 
@@ -52,15 +52,3 @@ def test_nothing_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPat
         autopar.plan(nn.Linear(4, 4), autopar.Mesh({"dp": 2}), (torch.ones(2, 4),), memory=1)
     assert was_on == {"trace": False, "build_space": False, "solved_by": False}
     assert gc.isenabled()
-
-
-def test_collections_leave_out_what_there_was_before() -> None:
-    gc.unfreeze()
-    there = [[]]
-    with frozen():
-        made = [[]]
-        assert not any(each is there for each in gc.get_objects()) and any(each is made for each in gc.get_objects())
-        with frozen():
-            pass
-        assert gc.get_freeze_count()
-    assert any(each is there for each in gc.get_objects()) and not gc.get_freeze_count()

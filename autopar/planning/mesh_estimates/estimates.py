@@ -157,7 +157,7 @@ class Estimates:
         is_out = self.subject.at_least(*candidate) > least
         self.found[candidate] = None if is_out else self.estimate(candidate, NEAR * least)
         if not is_out and self._stage(candidate.mesh).ndim > FEW_AXES:
-            gc.collect()  # models of memory are in cycles, and on many axes they have hundreds of megabytes
+            gc.collect(1)  # models of memory are in cycles, and have hundreds of megabytes on many axes
 
     def _progress(self, waiting: int) -> str:
         """Return how far the search is, in words."""
