@@ -265,10 +265,9 @@ class _Search:
                     reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
                     self.bound = max(self.bound, reached)
             else:
-                wider = [WIDER * share]
-                if found.reached > reached + margin:
-                    wider.append(2 * (found.reached - reached) / scale)  # twice as far as the rest's prices prove
-                share, near, steps, of_last = min(wider), None, 0, math.inf
+                proven = found.reached - reached
+                share = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
+                near, steps, of_last = None, 0, math.inf
         return self.is_done()
 
     def by_ilp(self) -> None:

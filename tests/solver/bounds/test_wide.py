@@ -193,17 +193,23 @@ def test_ends_come_in_order_of_their_sizes_and_the_longest_rows_lie_together(mon
     assert bound <= seconds == pytest.approx(solve(problem, solver="ilp").seconds)
 
 
-def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _problem(0, "cliques", 0.5)
-    assert problem is not None
-    _make_wide(monkeypatch)
-    search, swept, sweep = MessageOracle([problem]), [0], MessagePassing.sweep
+def _counting_sweeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of sweeps of messages from now on, as the one element of a list."""
+    swept, sweep = [0], MessagePassing.sweep
 
     def counted(messages: MessagePassing) -> None:
         swept[0] += 1
         sweep(messages)
 
     monkeypatch.setattr(MessagePassing, "sweep", counted)
+    return swept
+
+
+def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(0, "cliques", 0.5)
+    assert problem is not None
+    _make_wide(monkeypatch)
+    search, swept = MessageOracle([problem]), _counting_sweeps(monkeypatch)
     search.at((0.01,))
     taken = swept[0]
     search.reduced_costs((0.01,), 0.1)
@@ -216,13 +222,7 @@ def test_choices_that_are_near_enough_take_fewer_sweeps(monkeypatch: pytest.Monk
     problem = _problem(0, "cliques", 0.5)
     assert problem is not None
     _make_wide(monkeypatch)
-    swept, sweep = [0], MessagePassing.sweep
-
-    def counted(messages: MessagePassing) -> None:
-        swept[0] += 1
-        sweep(messages)
-
-    monkeypatch.setattr(MessagePassing, "sweep", counted)
+    swept = _counting_sweeps(monkeypatch)
     exact, _ = MessageOracle([problem]).least((0.01,))
     whole, swept[0] = swept[0], 0
     least, choices = MessageOracle([problem]).least((0.01,), near=0.1)
