@@ -160,6 +160,19 @@ def test_a_refusal_within_a_limit_says_what_the_pins_of_a_preset_are_worth() -> 
         _plan(strategy="data_parallel", memory=Memory(4000, recompute="none"))
 
 
+def test_a_refusal_states_no_problem_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Formulation.problems
+
+    def stated(self: Formulation, *arguments: Any) -> object:
+        assert not narrowing.is_large(self.space)
+        return state(self, *arguments)
+
+    monkeypatch.setattr(narrowing, "MAX_ENTRIES", 600)
+    monkeypatch.setattr(Formulation, "problems", stated)
+    with pytest.raises(InfeasibleError, match="without any pin the least is"):
+        _plan(strategy="data_parallel", memory=Memory(2000, recompute="none"))
+
+
 def test_a_space_stays_of_which_pins_leave_more_than_half() -> None:
     space = space_of(TwoLinears(), (X_BD,), SLOW_DEVICES)
     number = len(space.decisions) - 1
