@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
-from autopar.costs.space.between_layouts import notes_on_moves
+from autopar.costs.space.narrowed import Pins, is_large
+from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
-from autopar.planning.formulation import Pins
 from autopar.planning.planner import Statements, begun, best_plan_of
 from autopar.planning.record import Draft
 from autopar.planning.replicated_work import (
@@ -119,7 +119,9 @@ class _Search:
     def _pinned(self, stated: Statements) -> tuple[Statements, Pins]:
         request, space = self.request, stated.space
         pins = {} if space.kept else pins_of(self.specified, space, request.mode, self.storage)
-        return stated.narrowed(pins) if request.strategy else (stated, pins)  # else parameters may be kept whole
+        if request.strategy or is_large(space):
+            return stated.narrowed(pins)
+        return stated, pins  # parameters may be kept whole
 
     def _with_zigzag_axes(self, axes: Collection[str]) -> tuple[Statements, Pins]:
         with warnings.catch_warnings(action="ignore"):  # the first space has warned

@@ -8,8 +8,6 @@ on their counts and the calls and edges that they pass.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +18,10 @@ from autopar.costs.memory.model import MemoryModel, Modes
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.memory.resident_parts import bytes_in
 from autopar.costs.memory.tensor_bytes import uneven_share
+from autopar.costs.space.narrowed import Pins, narrowed
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
-from autopar.ir.sharding.layout import Layout, Placement
-from autopar.solver.problem import BLOCK, Edge, Node, Problem
-
-Pins = Mapping[int, np.ndarray]
-"""Decision → which of its strategies are allowed."""
-
+from autopar.solver.deadline import check_whole
+from autopar.solver.problem import Edge, Node, Problem
 
 NODE, EDGE, UNEVEN_NODE, UNEVEN_EDGE = range(4)
 """Parts of the bytes of a row: of decisions, of edges, and what uneven expert rows add to either."""
@@ -283,6 +278,7 @@ class Formulation:
     def _reshard(self, tensor_edge: TensorEdge) -> np.ndarray:
         key = self.space.kind(tensor_edge)
         if key not in self._matrices:
+            check_whole()  # a table of moves on four axes takes a second
             seconds = self.space.reshard_seconds(tensor_edge)
             self._matrices[key] = self.memory.accumulation.shared_seconds(tensor_edge, seconds)
         return self._matrices[key]
@@ -321,61 +317,6 @@ def _name(decision: Decision, parameters: Mapping[str, str]) -> str:
 def pinned_by(pins: Pins) -> object:
     """Return a hashable key that identifies the pins."""
     return tuple([(number, mask.tobytes()) for number, mask in pins.items()])
-
-
-def narrowed(space: Space, pins: Pins) -> tuple[Space, Pins]:
-    """Return the space of the strategies that pins leave, and the pins that still exclude some there.
-
-    Presets on several axes leave one strategy of hundreds, and less than a thousandth of the entries of edges. If more
-    than half of these are left, the space stays, so that what is computed of it serves plans under other pins. If an
-    edge still has more entries than are worked on at once, shared reshards lose placements that no end of theirs has.
-    """
-    masks = {number: mask for number, mask in pins.items() if mask.any()}
-    kept = {number: mask for number, mask in masks.items() if not mask.all()}
-    found = space.keeping(kept)
-    if 2 * sum(found.entries) > sum(space.entries):
-        return space, pins
-    if max(found.entries, default=0) > BLOCK:
-        limited = _of_shared_reshards(space, kept)
-        found = space.keeping({**kept, **limited}, limited)
-    return found, {number: mask for number, mask in pins.items() if number not in masks}
-
-
-def notes_on_narrowing(space: Space) -> tuple[str, ...]:
-    """Return a note if shared reshards lose layouts (`narrowed`)."""
-    if not space.limited:
-        return ()
-    return (
-        "a tensor with several consumers takes, on each axis, only placements that its producer or a consumer has "
-        "there; the optimality gap is measured without its other layouts, which make the problem too large",
-    )
-
-
-def _of_shared_reshards(space: Space, masks: Pins) -> dict[int, np.ndarray]:
-    """Return the layouts of shared reshards that take, on each axis, a placement that some end of theirs has there."""
-    ends: dict[int, set[tuple[int, Placement]]] = defaultdict(set)
-    outermost: dict[int, int] = {}
-    for edge in space.edges:
-        leaves, enters = (space.decisions[end].kind == "shared_reshard" for end in (edge.source, edge.target))
-        if enters:
-            outermost[edge.target] = outermost.get(edge.source, edge.target)
-        if enters and not leaves:
-            ends[edge.target] |= _placements(space.source_layouts(edge), masks.get(edge.source))
-        if leaves and not enters:
-            ends[outermost[edge.source]] |= _placements(space.target_layouts(edge), masks.get(edge.target))
-    found = {}
-    for number, first in outermost.items():
-        layouts = (each.outputs[0] for each in space.decisions[number].candidates.strategies)
-        mask = np.array([ends[first].issuperset(enumerate(layout)) for layout in layouts])
-        if mask.any() and not mask.all():
-            found[number] = mask
-    return found
-
-
-def _placements(layouts: Sequence[Layout], mask: np.ndarray | None) -> set[tuple[int, Placement]]:
-    """Return the placements of the layouts that a mask leaves, each with its axis."""
-    left = layouts if mask is None else itertools.compress(layouts, mask)
-    return set(itertools.chain.from_iterable(map(enumerate, left)))
 
 
 def _widened(pins: Pins, masks: Pins) -> Pins:

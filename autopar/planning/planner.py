@@ -18,11 +18,12 @@ from autopar.costs.memory.moments import PricedMemory
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.resident_parts import gathers_weights
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.narrowed import Pins, narrowed
 from autopar.costs.space.space import Space
 from autopar.costs.steps.step import step_timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.program.recompute_segments import MODES
-from autopar.planning.formulation import Formulation, Pins, narrowed, pinned_by
+from autopar.planning.formulation import Formulation, pinned_by
 from autopar.planning.memory_limit.answers import Answer, choices_of_nodes
 from autopar.planning.memory_limit.bounds import Bounds, bounds_at
 from autopar.planning.memory_limit.memory_limit import best_within

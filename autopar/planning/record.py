@@ -15,7 +15,8 @@ from autopar.costs.plans.plan import Offloaded, Plan
 from autopar.costs.plans.workload import Workload
 from autopar.costs.pricing.offload import ACTIVATIONS, host_bytes
 from autopar.costs.space.expert_rows import padded_share
-from autopar.costs.space.in_order import notes_on_order
+from autopar.costs.space.narrowed import notes_on_narrowing
+from autopar.costs.space.notes import notes_on_order
 from autopar.costs.space.space import Decision, Space, without_gradient
 from autopar.costs.steps.workload import workload
 from autopar.errors import PlanError
@@ -28,7 +29,6 @@ from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.ir.sharding.annotation import Annotation
 from autopar.planning.annotations.matching import Catalog
 from autopar.planning.expert_notes import notes_on_experts
-from autopar.planning.formulation import notes_on_narrowing
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.replicated_work import kept_whole
 from autopar.planning.settings import PlanContext

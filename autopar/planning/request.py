@@ -5,6 +5,7 @@ One value serves `plan`, `compile`, `attach` and the stages of pipelines: they l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,11 +27,11 @@ from autopar.costs.pricing.optimizer import ADAMW, Offload, Optimizer
 from autopar.costs.space.build import build_space
 from autopar.costs.space.returned import Outputs, Returned
 from autopar.costs.space.space import Space
-from autopar.errors import InputError
+from autopar.errors import InputError, MeshError
 from autopar.ir.program.precision import AS_IT_IS, Precision
-from autopar.ir.program.program import Program
+from autopar.ir.program.program import Program, TensorInfo
 from autopar.ir.sharding.annotation import Annotation
-from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.layout import I, Layout, P, R
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.pins import Mode
 from autopar.planning.options.groups import Capture, Experts, Memory, Offloaded, Pipeline
@@ -42,8 +43,24 @@ from autopar.strategies.rules.products.tiled import NAME as TILED_WEIGHT
 
 LOSS_TILES: Mapping[str, LossTiles] = {"auto": None, "always": AUTO, "none": False}
 """Word for the tiles of losses → the same as capture takes it."""
+MAX_LAYOUTS = 10_000
+"""Layouts of a tensor: a table of moves between so many has up to 1e8 entries of 8 bytes."""
 Inputs = str | tuple[str, ...]
 """`"whole"`, `"local"`, or the axes over which the batch is given in parts."""
+
+
+def check_number_of_layouts(program: Program, mesh: Mesh) -> None:
+    """Raise MeshError if a tensor has so many layouts that tables of moves between them would fill the memory."""
+    axes = {name: size for name, size in mesh.axes.items() if size > 1}
+    infos = (each.meta["tensor"] for each in program.graph.nodes if each.op != "output")
+    shapes = [each.shape for each in infos if isinstance(each, TensorInfo)]
+    splits = max((sum(size > 1 for size in shape) for shape in shapes), default=0)
+    if (count := (len((I, R, P)) + splits) ** len(axes)) > MAX_LAYOUTS:
+        raise MeshError(
+            f"a tensor of {splits} dims has up to {count} layouts on the {len(axes)} axes of the mesh {mesh}, and at "
+            f"most {MAX_LAYOUTS} are looked at. Give a mesh of fewer axes: join neighbours, such as "
+            f"{' and '.join(list(axes)[:2])} to one of {math.prod(list(axes.values())[:2])} devices."
+        )
 
 
 def axes_of_parts(inputs: Inputs, mesh: Mesh) -> tuple[str, ...]:
@@ -250,6 +267,7 @@ class PlanRequest:
         `zigzag_axes` zigzag-shard positions; None: all. With Memory(offload="auto") the space is that of a model whose
         optimizer is on the device.
         """
+        check_number_of_layouts(program, mesh)
         hardware, optimizer = self.hardware_of(mesh), self.optimizer
         is_stage = (num_devices or mesh.num_devices) > mesh.num_devices
         gathering = frozenset((GATHERED_AGAIN,)) if is_stage and self.settings.limit is not None else frozenset()

@@ -15,10 +15,11 @@ from autopar.costs.hardware.reserved import NOTHING, Reserved
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError, PipelineError, PlanError
 from autopar.ir.program.recompute_segments import OFFLOAD, RECOMPUTATIONS
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.options.groups import Memory, Search
 from autopar.solver.problem import Problem
 

@@ -198,8 +198,8 @@ def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
     if row is None and modes is not None and not all(modes.values()):
         modes = None
     budget = None if row is None or limit is None else row.total * limit
-    problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
     try:
+        problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
         least = lower_bound(problem, answer.multiplier, deadline)
     except TimeLimitError:
         return found

@@ -17,13 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.console.units import format_seconds
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space, stores_dtensors
 from autopar.costs.steps.step import step_timeline
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, StrategyError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import replicated
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins
 from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.record import Draft
 from autopar.planning.settings import PlanContext, Settings

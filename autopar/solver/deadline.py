@@ -99,6 +99,12 @@ def check(deadline: float) -> None:
         raise TimeLimitError(nothing_found())
 
 
+def check_whole() -> None:
+    """Raise TimeLimitError where what has begun has to be broken off, as the `lasting` blocks around the caller end."""
+    if (last := _last.get()) < NEVER:
+        check(last)
+
+
 def nothing_found() -> str:
     """Return the message for a search that has ended without any result."""
     return f"{why_over()} before any choice of strategies was found; give it longer, or forbid strategies."

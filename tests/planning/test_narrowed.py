@@ -13,11 +13,12 @@ import autopar
 from autopar import Mesh
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space import narrowed as narrowing
+from autopar.costs.space.narrowed import narrowed
 from autopar.costs.space.space import Space, TensorEdge
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, MeshError
 from autopar.models.catalogue import LanguageModel
-from autopar.planning import formulation
-from autopar.planning.formulation import Formulation, narrowed
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.options.groups import Memory, Offloaded
 from autopar.planning.settings import Settings, context_of
@@ -40,7 +41,7 @@ def test_a_preset_leaves_few_strategies_to_look_at() -> None:
 
 def test_shared_reshards_with_too_many_layouts_keep_placements_of_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     free = _plan(strategy="megatron_sequence")
-    monkeypatch.setattr(formulation, "BLOCK", 0)
+    monkeypatch.setattr(narrowing, "MAX_ENTRIES", 16)
     plan = _plan(strategy="megatron_sequence")
     (note,) = set(plan.notes) - set(free.notes)
     assert "only placements that its producer or a consumer has" in note
@@ -49,6 +50,37 @@ def test_shared_reshards_with_too_many_layouts_keep_placements_of_their_ends(mon
     left = space.decisions[space.index["embedding_default/reshard"]].candidates.strategies
     assert [str(each.outputs[0]) for each in left] == ["S(0) P", "S(0) S(1)"]
     assert plan.verify().ok and plan.what_if("layers.0.up", tp="row").verify().ok
+
+
+def test_neighbouring_axes_split_alike_where_the_problem_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = autopar.annotate(Net(), "layers.1.up", tp="row")
+    free = autopar.plan(model, Mesh(AXES), (IDS_BS,), hardware=SLOW_DEVICES)
+    monkeypatch.setattr(narrowing, "MAX_ENTRIES", 600)
+    plan = autopar.plan(model, Mesh(AXES), (IDS_BS,), hardware=SLOW_DEVICES)
+    (note,) = set(plan.notes) - set(free.notes)
+    assert note.startswith("dp and tp split tensors alike") and "without other choices" in note
+    space, choices = context_of(plan).space, context_of(plan).choices
+    for decision, choice in zip(space.decisions, choices, strict=True):
+        strategy = decision.candidates.strategies[choice]
+        chosen = strategy.choices if decision.kind == "call" else strategy.outputs[0]
+        assert chosen[0] == chosen[1] or decision.node.meta["module"] == "layers.1.up"
+    assert free.seconds <= plan.seconds == plan.bound and plan.verify().ok
+    assert plan.explain("layers.1.up").strategy == "dp=data, tp=row"
+    assert plan.what_if("layers.0.up", tp="row").verify().ok
+
+
+def test_the_axes_of_the_fewest_devices_split_alike_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(TwoLinears(), (X_BD,), SLOW_DEVICES, dp=4, cp=2, one=1, tp=2)
+    for allowed, alike in ((8, "cp and tp"), (200, "cp and tp, dp and cp")):
+        monkeypatch.setattr(narrowing, "MAX_ENTRIES", max(space.entries) // allowed)
+        (note,) = narrowing.notes_on_narrowing(narrowed(space, {})[0])
+        assert note.startswith(f"{alike} split tensors alike")
+
+
+def test_a_mesh_of_too_many_axes_is_refused() -> None:
+    mesh = Mesh({f"axis{number}": 2 for number in range(6)})
+    with pytest.raises(MeshError, match=r"a tensor of 3 dims has up to 46656 layouts .* axis0 and axis1 to"):
+        autopar.plan(Net(), mesh, (IDS_BS,), hardware="h100")
 
 
 def test_one_device_is_what_it_is_without_a_preset() -> None:
@@ -126,6 +158,19 @@ def test_pins_that_contradict_each_other_are_named_though_nothing_else_is_left(m
 def test_a_refusal_within_a_limit_says_what_the_pins_of_a_preset_are_worth() -> None:
     with pytest.raises(InfeasibleError, match=r"without the pin on '.*' the least is|without any pin the least is"):
         _plan(strategy="data_parallel", memory=Memory(4000, recompute="none"))
+
+
+def test_a_refusal_states_no_problem_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Formulation.problems
+
+    def stated(self: Formulation, *arguments: Any) -> object:
+        assert not narrowing.is_large(self.space)
+        return state(self, *arguments)
+
+    monkeypatch.setattr(narrowing, "MAX_ENTRIES", 600)
+    monkeypatch.setattr(Formulation, "problems", stated)
+    with pytest.raises(InfeasibleError, match="without any pin the least is"):
+        _plan(strategy="data_parallel", memory=Memory(2000, recompute="none"))
 
 
 def test_a_space_stays_of_which_pins_leave_more_than_half() -> None:

@@ -14,12 +14,12 @@ from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Hardware, Link
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import planner, record, simulated
-from autopar.planning.formulation import Pins
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import Draft

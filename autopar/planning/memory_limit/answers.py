@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import memory_use
+from autopar.costs.space.narrowed import Pins
 from autopar.ir.program.recompute_segments import MODES
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.solver.problem import Edge, Problem
 from autopar.solver.tolerances import ROUNDING
 

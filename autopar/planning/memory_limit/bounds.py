@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
+from autopar.costs.space.narrowed import Pins
 from autopar.errors import TimeLimitError
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.memory_limit.refusal import Modes
 from autopar.solver.solve import bound_at

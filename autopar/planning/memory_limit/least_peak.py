@@ -20,8 +20,9 @@ from ortools.linear_solver import pywraplp
 from autopar.console.units import format_bytes
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment
+from autopar.costs.space.narrowed import Pins
 from autopar.errors import TimeLimitError
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.answers import choices_and_modes, row_of
 from autopar.planning.memory_limit.moments import MAX_ROWS
 from autopar.solver.bounds.prices import MAX_PLANES

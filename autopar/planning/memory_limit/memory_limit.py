@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from autopar.console.units import format_share
 from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.space.narrowed import Pins
 from autopar.errors import CutOffError, InfeasibleError, warn_user
 from autopar.ir.program.recompute_segments import MODES
-from autopar.planning.formulation import Formulation, Pins, pinned_by
+from autopar.planning.formulation import Formulation, pinned_by
 from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share, without_idle_modes
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import LimitQuestions, Modes

@@ -14,8 +14,9 @@ import numpy as np
 from autopar.console.units import format_bytes
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment
+from autopar.costs.space.narrowed import Pins, is_large
 from autopar.errors import InfeasibleError, TimeLimitError
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, why_over
@@ -44,9 +45,9 @@ class LimitQuestions:
         try:
             yield
         except InfeasibleError as error:
-            if error.least_bytes is not None or self.formulation.space.kept is None:
-                raise
             whole, pins = self.formulation.widened(self.pins)
+            if error.least_bytes is not None or self.formulation.space.kept is None or is_large(whole.space):
+                raise
             raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
 
     def _smallest(self, modes: Modes | None, sufficient: int) -> LeastPeak:
@@ -93,7 +94,7 @@ class LimitQuestions:
         self, whole: Formulation, pins: Pins, limit: int, modes: Modes | None, smallest: LeastPeak
     ) -> Conflict | None:
         """Return the pins that conflict with the limit; None if there are none, or that is not proven."""
-        if not pins or smallest.bound <= limit:
+        if not pins or smallest.bound <= limit or is_large(whole.space):
             return None
         row = smallest.weights
         return find_conflict(whole.problem(pins, row, row.total * limit, modes), self.deadline)

@@ -28,6 +28,7 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.resident_parts import gathers_weights
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
 from autopar.costs.steps.step import step_timeline
@@ -36,7 +37,6 @@ from autopar.ir.program.recompute_segments import RECOMPUTATIONS
 from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins
 from autopar.planning.mesh_estimates.block_use import BlockUse, block_use
 from autopar.planning.mesh_estimates.narrowed import Choices
 from autopar.planning.mesh_estimates.shortened import Shortened

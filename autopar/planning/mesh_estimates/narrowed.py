@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import I, Layout
 from autopar.ir.sharding.rule import NONE
-from autopar.planning.formulation import Pins
 
 CHOOSING = ("call", "parameter")
 """Kinds of decisions that are narrowed; shared reshards follow them."""

@@ -12,11 +12,11 @@ from torch import fx
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.narrowed import Pins, narrowed
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import possible_zigzag_axes, zigzag_axes_of
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins, narrowed
 from autopar.planning.options.groups import Memory
 from autopar.planning.pipeline.block_costs import PlannedWhole, block_costs, boundary_layout, cut_seconds
 from autopar.planning.pipeline.request import PipelineRequest

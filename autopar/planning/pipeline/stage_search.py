@@ -31,12 +31,12 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.pricing.optimizer import STATES
+from autopar.costs.space.narrowed import Pins, narrowed
 from autopar.costs.space.space import Space
 from autopar.costs.steps.step import microbatch_seconds
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout
-from autopar.planning.formulation import Pins, narrowed
 from autopar.planning.memory_limit.answers import share
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.pipeline.masks import masks_of

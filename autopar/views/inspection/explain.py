@@ -19,11 +19,12 @@ from autopar.costs.plans.decision_rows import Moved
 from autopar.costs.plans.difference import Amount
 from autopar.costs.plans.explanation import Alternative, Explanation, Reshard, RunnerUp
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Decision, Space, TensorEdge
 from autopar.errors import InfeasibleError
 from autopar.ir.program.calls import module_of
 from autopar.planning.annotations.matching import Catalog, operation_of
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.planner import bounds_near, draft_of, formulations_of, replan, solved_by
 from autopar.planning.settings import PlanContext, context_of
 from autopar.solver.tolerances import without_warnings

@@ -10,11 +10,11 @@ from torch import nn
 
 from autopar.console.progress import stages
 from autopar.costs.plans.plan import Plan
+from autopar.costs.space.narrowed import Pins
 from autopar.errors import AnnotationError, PipelineError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.planning.annotations.annotate import annotate, annotations_of
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins
 from autopar.planning.planner import replan
 from autopar.planning.settings import context_of
 

@@ -12,11 +12,11 @@ from torch import nn
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.profile import Link
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.annotations.annotate import annotate, annotations_of
 from autopar.planning.annotations.pins import pins_of
-from autopar.planning.formulation import Pins
 from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit.answers import choices_of_nodes, without_idle_modes
 from autopar.planning.options.groups import Memory, Search

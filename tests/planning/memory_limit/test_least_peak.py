@@ -19,10 +19,11 @@ from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.memory.peak import bytes_by_moment
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.planning import formulation
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan

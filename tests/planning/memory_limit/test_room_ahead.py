@@ -10,10 +10,11 @@ import pytest
 
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
+from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.planning import planner
-from autopar.planning.formulation import Formulation, Pins
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.options.groups import Memory, Search

@@ -12,10 +12,12 @@ import pytest
 import autopar
 from autopar.capture.export import Traced, trace
 from autopar.costs.hardware.load import load
+from autopar.costs.memory.model import MemoryModel
 from autopar.costs.space.space import Space
 from autopar.errors import TimeLimitError
 from autopar.planning import planner
 from autopar.planning import request as plan_request
+from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
@@ -122,3 +124,11 @@ def test_it_holds_for_many_layers() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         plan, _ = make_plan(space, {}, Settings(Memory(limit), Search(time_limit=20.0)))
     assert plan.peak_bytes <= limit and time.monotonic() - start < 25.0
+
+
+def test_a_problem_that_is_stated_is_broken_off_as_the_whole_time_ends() -> None:
+    space = space_of(TwoLinears(), (X_BD,))
+    with deadline.lasting(time.monotonic() - 2.0, 1.0), pytest.raises(TimeLimitError, match="the time limit passed"):
+        Formulation(space, MemoryModel(space)).problem({})
+    with deadline.lasting(time.monotonic() + 60.0):
+        Formulation(space, MemoryModel(space)).problem({})
