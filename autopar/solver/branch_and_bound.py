@@ -16,7 +16,8 @@ from typing import Any
 from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
-from autopar.solver.ilp import until_interrupted
+from autopar.solver.deadline import NEVER, seconds_until
+from autopar.solver.ilp import BUILT_PER_S, until_interrupted
 
 TOLERANCE = 1e-6  # relative: how far SCIP takes a row to be kept, and a bound to be proven
 SCALE = math.sqrt(
@@ -34,11 +35,13 @@ class Branched:
     """True if no other values are better; False if the time was over before."""
 
 
-def branch_and_bound(model: cp_model.CpModel, gap: float, seconds: float, start: Sequence[int] = ()) -> Branched:
-    """Minimise a model of linear rows within so many seconds, from a solution if one is known.
+def branch_and_bound(model: cp_model.CpModel, gap: float, deadline: float, start: Sequence[int] = ()) -> Branched:
+    """Minimise a model of linear rows by a deadline, from a solution if one is known.
 
     `gap`, in units of the objective, ends the search early. The bound is infinite if there are no values.
     """
+    if len(model.proto.variables) > BUILT_PER_S * seconds_until(deadline):
+        return Branched(None, -math.inf, False)
     rows = [_Row.of(each.linear) for each in model.proto.constraints]
     solver = pywraplp.Solver.CreateSolver("SCIP")
     assert solver is not None
@@ -57,8 +60,8 @@ def branch_and_bound(model: cp_model.CpModel, gap: float, seconds: float, start:
     if start:
         solver.SetHint(variables, list(map(float, start)))
     solver.SetSolverSpecificParametersAsString(f"limits/absgap = {gap / unit}\n")
-    if not math.isinf(seconds):
-        solver.SetTimeLimit(max(1, int(1000 * seconds)))
+    if deadline < NEVER:
+        solver.SetTimeLimit(max(1, int(1000 * seconds_until(deadline))))
     exactly = pywraplp.MPSolverParameters()
     exactly.SetDoubleParam(exactly.RELATIVE_MIP_GAP, 0.0)
     status = until_interrupted(lambda: solver.Solve(exactly), solver.InterruptSolve)

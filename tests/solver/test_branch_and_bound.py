@@ -13,7 +13,7 @@ from ortools.sat.python import cp_model
 
 from autopar.solver import ilp
 from autopar.solver.branch_and_bound import TOLERANCE, Branched, branch_and_bound
-from autopar.solver.deadline import interruptible
+from autopar.solver.deadline import NEVER, after, interruptible
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
@@ -45,7 +45,7 @@ def test_it_finds_what_trying_all_values_finds(costs: list[int], data: st.DataOb
         for values in itertools.product(range(3), repeat=len(costs))
         if all(sum(map(int.__mul__, row, values)) <= budget for row, budget in rows)
     ]
-    found = branch_and_bound(_model(costs, rows, 2), 0.5, 60.0)
+    found = branch_and_bound(_model(costs, rows, 2), 0.5, NEVER)
     assert found.is_decided
     if not valid:
         assert found == Branched(None, math.inf, True)
@@ -55,7 +55,7 @@ def test_it_finds_what_trying_all_values_finds(costs: list[int], data: st.DataOb
 
 
 def test_values_that_exceed_a_row_by_less_than_the_tolerance_are_none() -> None:
-    found = branch_and_bound(_model([-1, -1], [([10**12, 10**12 + 1], 2 * 10**12)], 1), 0.5, 60.0)
+    found = branch_and_bound(_model([-1, -1], [([10**12, 10**12 + 1], 2 * 10**12)], 1), 0.5, NEVER)
     assert found.values is None and not found.is_decided and found.bound <= -1
 
 
@@ -75,14 +75,15 @@ def _market_split() -> cp_model.CpModel:
 
 
 def test_it_ends_when_its_time_is_over_with_what_it_has() -> None:
-    found = branch_and_bound(_market_split(), 0.5, 0.3)
+    found = branch_and_bound(_market_split(), 0.5, after(0.3))
     assert not found.is_decided and found.bound <= 1
+    assert branch_and_bound(_market_split(), 0.5, after(1e-4)) == Branched(None, -math.inf, False)  # not even built
 
 
 def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with interruptible():
         monkeypatch.setattr(ilp, "is_over", lambda deadline: True)
-        assert not branch_and_bound(_market_split(), 0.5, math.inf).is_decided
+        assert not branch_and_bound(_market_split(), 0.5, NEVER).is_decided
 
 
 def _problem() -> Problem:

@@ -97,7 +97,7 @@ class _Counting:
         values = None if status == cp_model.UNKNOWN else tuple(solver.response_proto.solution)
         least = -math.inf if values is None else solver.best_objective_bound
         if not is_decided and effort > EFFORT:
-            found = branch_and_bound(self.model, gap, seconds_until(deadline), values or ())
+            found = branch_and_bound(self.model, gap, deadline, values or ())
             is_decided, least = found.is_decided, max(least, found.bound)
             values = values if found.values is None else found.values
         choices, bound = None if values is None else self._handed_out(values), min(constant + least * unit, self.limit)
