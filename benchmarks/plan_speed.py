@@ -218,13 +218,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=0.9, help="limit, as a share of the free plan's; 0: no limit")
     parser.add_argument("--peer", type=Path, metavar="PATH", help="a checkout of AutoParallel, to measure it too")
     options = parser.parse_args(arguments)
+    if options.peer is not None and not (options.peer / "autoparallel" / "api.py").is_file():
+        raise SystemExit(f"--peer {options.peer}: no autoparallel/api.py there; give a checkout of {PEER}.")
     for group, rows in selected(options.only, options.quick).items():
         shares = SHARES.get(group, (options.memory,)) if options.memory else ()
         show(TITLES[group], lines(rows, shares))
     if options.peer is None:
         print(f"\nAutoParallel was skipped: git clone {PEER}, pip install pulp, and give --peer PATH.")
-    elif not (options.peer / "autoparallel" / "api/entry.py").is_file():
-        raise SystemExit(f"--peer {options.peer}: no autoparallel/api.py there; give a checkout of {PEER}.")
     else:
         show(TITLES["peer"], peer_lines(options.peer.resolve(), options.quick))
 

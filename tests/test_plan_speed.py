@@ -128,6 +128,17 @@ def test_the_peer_needs_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         main(["--only", "vit-h", "--peer", str(tmp_path)])
 
 
+def test_the_peer_is_measured_from_its_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "autoparallel").mkdir()
+    (tmp_path / "autoparallel" / "api.py").touch()
+    monkeypatch.setattr(plan_speed, "planned", lambda row: Line(row, FOUND))
+    monkeypatch.setattr(plan_speed, "planned_by_peer", lambda row, path: Line(row, failure=f"from {path}"))
+    main(["--only", "vit-h", "--peer", str(tmp_path)])
+    assert f"from {tmp_path}" in capsys.readouterr().out
+
+
 def test_the_unet_gives_a_loss_and_joins_every_skip() -> None:
     model, inputs = unet(2, num_levels=2)
     program = capture(model, inputs, {})

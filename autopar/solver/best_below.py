@@ -2,7 +2,7 @@
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
 bound is counted first, within an ε that grows from round to round. Long counts are broken off if a known solution is
-near enough.
+near enough. Counts that are not are made with an ε that doubles, as one that takes too long ends the search.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def best_below(
     rows: EliminationOracle,
     constant: float,
     start: Sequence[float],
+    above: float,
     below: float,
     deadline: float,
     gap: float,
@@ -46,11 +47,12 @@ def best_below(
 ) -> Best:
     """Return the best of what is left that is below some seconds; its bound holds for what is left.
 
-    `constant` are the seconds of what is decided, `start` prices that are near the best, and `incumbent` seconds of
-    choices of the whole problem. If the bound of the prices is below the limit, the choices that they mix are checked
-    against the other budgets: a solution found here would exceed the same ones.
+    `constant` are the seconds of what is decided, `start` prices that are near the best. Of the whole problem, no
+    choices take less than `above`, and some take the `incumbent` seconds. If the bound of the prices is below the
+    limit, the choices that they mix are checked against the other budgets: a solution found here would exceed the same
+    ones.
     """
-    search = _Search(rows, constant, tuple(start), below, deadline, gap, tolerances, incumbent)
+    search = _Search(rows, constant, tuple(start), above, below, deadline, gap, tolerances, incumbent)
     if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
         return Best(None, search.bound + constant, search.prices, False, search.reached + constant)
     is_searched = search.run()
@@ -65,6 +67,7 @@ class _Search:
         rows: EliminationOracle,
         constant: float,
         start: tuple[float, ...],
+        above: float,
         below: float,
         deadline: float,
         gap: float,
@@ -79,7 +82,7 @@ class _Search:
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
         """Seconds that a solution to be found must not exceed."""
-        self.epsilon = WORTHWHILE * self.scale
+        self.epsilon = max(WORTHWHILE * self.scale, 2 * (above - constant - self.reached))
 
     def run(self) -> bool:
         """Count within ever wider margins; return whether all was looked at that could be better."""
@@ -87,9 +90,9 @@ class _Search:
             limit = min(self.most, self.reached + self.epsilon)
             found = self._counted(limit)
             self._note_solution(found, limit)
-            if not found.is_proven:
-                return False
-            self.epsilon *= WIDER
+            if not found.is_proven or self.most <= limit:
+                return found.is_proven
+            self.epsilon *= WIDER if self.tolerances.longest < math.inf else 2
         return True
 
     def is_done(self) -> bool:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -27,6 +27,8 @@ LOOK = 0.05  # seconds between two looks at whether CP-SAT is to stop
 MAX_VARIABLES = 5_000_000  # a model of more takes over 4 GB to build
 BUILT_PER_S = 30_000  # variables of a model that are built per second of the time limit
 SMALL_ILP = 300_000  # variables: an ILP with more, and with several rows, takes minutes
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,21 @@ def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
     found.
     """
     solver.parameters.catch_sigint_signal = False  # else CP-SAT leaves it to end the process ever after
+    return until_interrupted(lambda: solver.solve(model), solver.stop_search)
+
+
+def until_interrupted(solve: Callable[[], S], stop: Callable[[], object]) -> S:
+    """Return what a solver's search in C++ returns; inside an `interruptible` block Ctrl-C stops it."""
     if not is_interruptible():
-        return solver.solve(model)
+        return solve()
     with ThreadPoolExecutor(1) as thread:  # Python hears of signals between calls of its main thread alone
-        status = thread.submit(solver.solve, model)
+        status = thread.submit(solve)
         try:
             while not wait([status], timeout=LOOK).done:
                 if is_over(NEVER):
-                    solver.stop_search()
+                    stop()
         except BaseException:
-            solver.stop_search()
+            stop()
             raise
         return status.result()
 

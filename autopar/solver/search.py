@@ -315,7 +315,9 @@ class _Search:
                 return None
             below = min(reached + margin, self.seconds)
             exceeds = self._exceeds(left[0].extend)
-            found = best_below(rows, constant, prices, below, self.until, self.gap, tolerances, self.seconds, exceeds)
+            found = best_below(
+                rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds, exceeds
+            )
             if found.choices is not None:
                 self.note(left[0].extend(found.choices))
             if not self._restate() or self.is_done():

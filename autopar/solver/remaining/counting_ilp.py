@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.solver.deadline import check, seconds_until
+from autopar.solver.branch_and_bound import branch_and_bound
+from autopar.solver.deadline import NEVER, check, seconds_until
 from autopar.solver.ilp import SMALL_ILP, solved
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+from autopar.solver.tolerances import EFFORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,17 @@ class _Step:
 def best_counts(
     remaining_problem: RemainingProblem,
     tolerance: float,
+    deadline: float = NEVER,
     effort: float = math.inf,
     known: Sequence[int] | None = None,
 ) -> Counted:
     """Return the choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
-    The ILP ends with what it has after so much `effort`, which is counted in CP-SAT's deterministic seconds: the answer
-    is the same on every machine. It begins with `known` choices, if there are some. Raises TooManyChoicesError.
+    CP-SAT ends with what it has after so much `effort`, which is counted in its deterministic seconds: the answer is
+    the same on every machine. It begins with `known` choices, if there are some. Where any effort is allowed and a
+    little does not decide, branch and bound goes on to the deadline. Raises TooManyChoicesError.
     """
-    return _Counting(remaining_problem).solve(tolerance, effort, known)
+    return _Counting(remaining_problem).solve(tolerance, effort, known, deadline)
 
 
 class _Counting:
@@ -66,7 +70,7 @@ class _Counting:
         self.model = cp_model.CpModel()
         self.steps: list[_Step] = []
 
-    def solve(self, tolerance: float, effort: float, known: Sequence[int] | None) -> Counted:
+    def solve(self, tolerance: float, effort: float, known: Sequence[int] | None, deadline: float = NEVER) -> Counted:
         if self.remaining_problem.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.elimination.buckets:
@@ -81,18 +85,23 @@ class _Counting:
         solver.parameters.symmetry_level = 0
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
-        solver.parameters.max_time_in_seconds = seconds_until(self.remaining_problem.deadline)
-        solver.parameters.max_deterministic_time = effort
+        solver.parameters.max_time_in_seconds = seconds_until(deadline)
+        solver.parameters.max_deterministic_time = min(effort, EFFORT)
         solver.parameters.relative_gap_limit = 0.0
-        solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
+        solver.parameters.absolute_gap_limit = gap = max(0.999, tolerance / 2 / unit)
         status = solved(solver, self.model)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:
             return Counted(None, self.limit, True)
-        if status == cp_model.UNKNOWN:
-            return Counted(None, -math.inf, False)
-        bound = min(constant + solver.best_objective_bound * unit, self.limit)
-        return Counted(self._handed_out(solver), bound, status == cp_model.OPTIMAL or bound >= self.limit)
+        is_decided = status == cp_model.OPTIMAL
+        values = None if status == cp_model.UNKNOWN else tuple(solver.response_proto.solution)
+        least = -math.inf if values is None else solver.best_objective_bound
+        if not is_decided and effort > EFFORT:
+            found = branch_and_bound(self.model, gap, deadline, values or ())
+            is_decided, least = found.is_decided, max(least, found.bound)
+            values = values if found.values is None else found.values
+        choices, bound = None if values is None else self._handed_out(values), min(constant + least * unit, self.limit)
+        return Counted(choices, bound, is_decided or bound >= self.limit)
 
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
@@ -177,13 +186,13 @@ class _Counting:
         whole = cp_model.LinearExpr.weighted_sum(variables, [each // common for each in row_bytes])
         self.model.add(whole <= left // common)
 
-    def _handed_out(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+    def _handed_out(self, values: Sequence[int]) -> tuple[int, ...]:
         """Return a choice per node: each bucket takes one of the choices counted for its neighbours'."""
         left: list[dict[tuple[int, ...], list[int]]] = []
         for each in self.steps:
             here: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for entry, variable in zip(each.entries.tolist(), each.variables, strict=True):
-                here[tuple(entry[1:])] += [entry[0]] * solver.value(variable)
+                here[tuple(entry[1:])] += [entry[0]] * values[variable.index]
             left.append(here)
         chosen: dict[int, int] = {}
         for bucket in reversed(self.elimination.buckets):

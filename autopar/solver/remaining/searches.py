@@ -39,7 +39,7 @@ class Rest:
             return Counted(None, self.limit, True)
         start = None if known is None else self.left[0].restrict(known)
         try:
-            return self._of_the_whole(best_counts(self._remaining_problem(), tolerance, effort, start))
+            return self._of_the_whole(best_counts(self._remaining_problem(), tolerance, self.deadline, effort, start))
         except TooManyChoicesError:
             return self._of_the_whole(self._by_ilp(tolerance, effort, start))
         except TimeLimitError:

@@ -1,0 +1,102 @@
+"""Branch and bound over linear relaxations (SCIP; Achterberg 2009) of an ILP that CP-SAT leaves undecided.
+
+CP-SAT learns from conflicts, which decides most counts at once. Where a few large tensors fill the memory, conflicts
+tell little: only the relaxation of a branch bounds what it takes. SCIP computes in floating-point numbers, so its
+solutions are checked in whole numbers, and its bounds are lowered by its tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortools.linear_solver import pywraplp
+from ortools.sat.python import cp_model
+
+from autopar.solver.deadline import NEVER, seconds_until
+from autopar.solver.ilp import BUILT_PER_S, until_interrupted
+
+TOLERANCE = 1e-6  # relative: how far SCIP takes a row to be kept, and a bound to be proven
+SCALE = math.sqrt(
+    TOLERANCE
+)  # of the largest coefficient of a row: as many sizes above one as the tolerance leaves below
+
+
+@dataclass(frozen=True, slots=True)
+class Branched:
+    """Values of the variables (None: none were found), and a bound on the objective."""
+
+    values: tuple[int, ...] | None
+    bound: float
+    is_decided: bool
+    """True if no other values are better; False if the time was over before."""
+
+
+def branch_and_bound(model: cp_model.CpModel, gap: float, deadline: float, start: Sequence[int] = ()) -> Branched:
+    """Minimise a model of linear rows by a deadline, from a solution if one is known.
+
+    `gap`, in units of the objective, ends the search early. The bound is infinite if there are no values.
+    """
+    if len(model.proto.variables) > BUILT_PER_S * seconds_until(deadline):
+        return Branched(None, -math.inf, False)
+    rows = [_Row.of(each.linear) for each in model.proto.constraints]
+    solver = pywraplp.Solver.CreateSolver("SCIP")
+    assert solver is not None
+    variables = [solver.IntVar(*map(float, each.domain), "") for each in model.proto.variables]
+    for row in rows:
+        unit = max(row.largest * SCALE, 1.0)
+        low = row.low / unit if row.low > cp_model.INT_MIN else -solver.infinity()
+        stated = solver.Constraint(low, row.high / unit if row.high < cp_model.INT_MAX else solver.infinity())
+        for number, coefficient in row.coefficients.items():
+            stated.SetCoefficient(variables[number], coefficient / unit)
+    objective, costs = solver.Objective(), list(model.proto.objective.coeffs)
+    unit = max(map(abs, costs), default=0) * SCALE or 1.0
+    for number, cost in zip(list(model.proto.objective.vars), costs, strict=True):
+        objective.SetCoefficient(variables[number], cost / unit)
+    objective.SetMinimization()
+    if start:
+        solver.SetHint(variables, list(map(float, start)))
+    solver.SetSolverSpecificParametersAsString(f"limits/absgap = {gap / unit}\n")
+    if deadline < NEVER:
+        solver.SetTimeLimit(max(1, int(1000 * seconds_until(deadline))))
+    exactly = pywraplp.MPSolverParameters()
+    exactly.SetDoubleParam(exactly.RELATIVE_MIP_GAP, 0.0)
+    status = until_interrupted(lambda: solver.Solve(exactly), solver.InterruptSolve)
+    if status == pywraplp.Solver.INFEASIBLE:
+        return Branched(None, math.inf, True)
+    if status not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
+        return Branched(None, -math.inf, False)
+    bound = objective.BestBound() * unit
+    bound -= TOLERANCE * abs(bound)
+    values = tuple([round(each.solution_value()) for each in variables])
+    if not all(row.holds(values) for row in rows):  # by less than the tolerance
+        return Branched(None, bound, False)
+    return Branched(values, bound, status == pywraplp.Solver.OPTIMAL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """low ≤ Σ coefficients · values ≤ high"""
+
+    coefficients: Counter[int]
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, linear: Any) -> _Row:
+        coefficients = Counter[int]()
+        for number, coefficient in zip(list(linear.vars), list(linear.coeffs), strict=True):
+            coefficients[number] += coefficient
+        low, high = list(linear.domain)
+        return cls(coefficients, low, high)
+
+    @property
+    def largest(self) -> int:
+        return max(map(abs, self.coefficients.values()), default=0)
+
+    def holds(self, values: Sequence[int]) -> bool:
+        """Return whether the row holds, in whole numbers."""
+        return self.low <= sum(each * values[number] for number, each in self.coefficients.items()) <= self.high
