@@ -68,6 +68,11 @@ class Lifetimes:
         """True if what segments save for their backward may leave for the host."""
         return OFFLOAD in self.modes
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the calls."""
+        return [self.space.decisions[number].name for number in self.calls]
+
     # When.
 
     @cached_property
