@@ -257,12 +257,9 @@ class Accumulation(OfTensors):
                 owners[edge.target] = owner
         return frozenset(found.values())
 
-    def gradients(self, number: int) -> Bytes | None:
-        """Return the bytes of a parameter's gradient, if there before the end; of several micro-batches: of what no
-        call uses.
-        """
-        added_up = self.microbatches.several and number in self._with_edge
-        return None if added_up else self.tensors.gradients(number)
+    def adds_up(self, number: int) -> bool:
+        """Return whether micro-batches add up a parameter's gradient where calls use it."""
+        return self.microbatches.several and number in self._with_edge
 
     # Messages between stages.
 

@@ -83,10 +83,11 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
         yield from _of_roles(found, used, ends)
         yield from _alive(memory.live.made(number), ends, rows)
         return
+    gradients = memory.tensors.gradients(number)
     is_behind = used < LATE and memory.presence.moments[list(BEHIND), used].any()
     found |= {
-        Role.GRADIENT: more.gradients(number),
-        Role.STEPPED: memory.tensors.gradients(number) if memory.microbatches.works else None,
+        Role.GRADIENT: None if more.adds_up(number) else gradients,
+        Role.STEPPED: gradients if memory.microbatches.works else None,
         Role.UPDATING: memory.works_on(number),
         Role.WORKING_FORWARD: memory.saved.working_forward(number),
         Role.HANDED_ON: memory.saved.handed_on(number) if is_behind else None,
