@@ -154,9 +154,9 @@ class Formulation:
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = self._pinned(seconds, pins[number])
-            nothing = self.memory.nothing(seconds.shape)
+            nothing = self.memory.tensors.nothing(seconds.shape)
             segment = segments.get(self.memory.lifetimes.segment[number])
-            again = self.memory.second_forward.seconds_of(number) if segment is not None else None
+            again = self.memory.backward_seconds(number) if segment is not None else None
             is_by_mode = segment is not None and (again is not None or number in by_mode[NODE])
             found.nodes.append((self._names[number], seconds, nothing if is_by_mode else None))
             if is_by_mode:
@@ -167,11 +167,11 @@ class Formulation:
         for name, mode in (modes or {}).items():
             taken = mode.split("|") if mode else self.memory.lifetimes.modes
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
-            found.nodes.append((f"recompute:{name}", allowed, self.memory.nothing(allowed.shape)))
+            found.nodes.append((f"recompute:{name}", allowed, self.memory.tensors.nothing(allowed.shape)))
         for number, tensor_edge in enumerate(self.space.edges):
             seconds, ends = self._reshard(tensor_edge), (tensor_edge.source, tensor_edge.target)
             segment = segments.get(self.memory.lifetimes.segment[tensor_edge.target])
-            again = None if segment is None else self.memory.second_forward.seconds_of(tensor_edge)
+            again = None if segment is None else self.memory.backward_seconds(tensor_edge)
             if segment is None or (again is None and number not in by_mode[EDGE]):
                 found.edges.append((ends, seconds, (EDGE, number, False)))
             else:
@@ -202,7 +202,9 @@ class Formulation:
     def _bytes_of(self, row: MemoryRow | None) -> _RowBytes:
         if row not in self._row_bytes:
             memory, space = self.memory, self.space
-            nothing = {n: (memory.nothing(each.candidates.seconds.shape),) for n, each in enumerate(space.decisions)}
+            nothing = {
+                n: (memory.tensors.nothing(each.candidates.seconds.shape),) for n, each in enumerate(space.decisions)
+            }
             if row is None:
                 self._row_bytes[row] = _RowBytes.of(nothing, {}, {}, {})
             else:
@@ -221,7 +223,7 @@ class Formulation:
         ends, more = (rows.counts, number), self._uneven_bytes(rows, seconds)
         if segment is None or (again is None and not by_mode):
             return [(ends, more, (UNEVEN_NODE, number, False))]
-        nothing = self.memory.nothing(seconds.shape)
+        nothing = self.memory.tensors.nothing(seconds.shape)
         added = self._stacked(tuple(self._uneven_bytes(rows, each) for each in again or (nothing,)), float)
         return [(ends, more, None), ((segment, *ends), added, (UNEVEN_NODE, number, True))]
 
@@ -252,7 +254,7 @@ class Formulation:
 
     def _uneven_bytes(self, rows: ExpertRows, seconds: np.ndarray) -> np.ndarray:
         """Return the seconds of rows above an equal share, by strategies of the counts' decision and of the share."""
-        shares = uneven_share(self.memory, rows)
+        shares = uneven_share(self.memory.tensors, rows)
         key = ("beside", id(shares), id(seconds))
         if key not in self._matrices:
             finite = np.where(np.isfinite(seconds), seconds, 0.0)

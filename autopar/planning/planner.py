@@ -133,7 +133,9 @@ class Statements:
         if row is None or not plan.multiplier:
             return
         for formulation in itertools.chain.from_iterable(self._kept.values()):
-            formulation.near = PricedMemory(row, plan.multiplier).of_the_same_calls(own, formulation.memory)
+            formulation.near = PricedMemory(row, plan.multiplier).of_the_same_calls(
+                own.presence, formulation.memory.presence
+            )
         for each in (*self._zigzag_axes.values(), *(stated for stated, _ in self._narrowed.values())):
             each.begin_at_prices_of(plan)
 
@@ -321,7 +323,7 @@ def bounds_near(plan: Plan, formulation: Formulation, pins: Pins, limit: int) ->
     context, priced = context_of(plan), None
     if context.row is not None:
         given = PricedMemory(context.row, plan.multiplier)
-        priced = given.of_the_same_calls(context.memory_model, formulation.memory)
+        priced = given.of_the_same_calls(context.memory_model.presence, formulation.memory.presence)
     modes = context.settings.modes(formulation.memory.lifetimes.segments)
     return bounds_at(formulation, pins, limit, modes, priced, after(context.settings.search.time_limit))
 

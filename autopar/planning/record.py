@@ -109,11 +109,11 @@ def evaluate(space: Space, choices: Sequence[int]) -> float:
 
 def written_down(context: PlanContext, answer: Answer) -> Plan:
     """Return the plan that an answer comes to: rows, traffic and memory follow from the choices alone."""
-    space, choices = context.space, answer.choices
+    space, choices, model = context.space, answer.choices, context.memory_model
+    second = model.second_forward
     moved: dict[int, list[tuple[Transfer, float]]] = defaultdict(list)
     waits: dict[int, float] = defaultdict(float)
     again: dict[int, float] = defaultdict(float)
-    second = context.memory_model.second_forward
     held: dict[int, int] = defaultdict(int)
     unused, pads = without_gradient(space), padded_share(space) is not None
     paths: dict[object, tuple[list[tuple[Transfer, float]], float]] = {}  # equal layers move alike
@@ -131,16 +131,17 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         transfers, seconds = paths[key]
         moved[edge.target].extend(each for each in transfers if not (each[0].backward and edge.target in unused))
         waits[edge.target] += seconds
-        more, rerun = second.at(edge, choices, answer.modes), second.collectives_on(edge, choices, answer.modes)
+        more = model.backward_seconds_at(edge, choices, answer.modes)
+        rerun = second.collectives_on(edge, choices, answer.modes)
         if rerun:
             timed = [(t, transfer_seconds(t, space.mesh, space.hardware) * exposed) for t, exposed in rerun]
             moved[edge.target].extend((replace(_of_padded(t, padding), backward=True), s) for t, s in timed)
             waits[edge.target] += more
         else:
             again[edge.target] += more
-        kept = context.memory_model.edge(edge)
+        kept = model.saved.edge(edge)
         if kept is not None:
-            mode = context.memory_model.lifetimes.mode_of(edge.target, answer.modes) if len(kept) > 1 else 0
+            mode = model.lifetimes.mode_of(edge.target, answer.modes) if len(kept) > 1 else 0
             held[edge.target] += math.ceil(int(kept[mode][ends]) * share)
     traffic: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
@@ -162,7 +163,7 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         module = parameters.get(decision.node.name) or module_of(decision.node)
         rows.append(_row(context, answer, number, module, every, waits[number], again[number], held[number]))
     rows = marked(rows, space, context.annotations)
-    peak_bytes, memory, _ = memory_use(context.memory_model, choices, answer.modes)
+    peak_bytes, memory, _ = memory_use(model, choices, answer.modes)
     return Plan(
         mesh=space.mesh,
         fingerprint=space.program.fingerprint,
@@ -189,12 +190,12 @@ def written_down(context: PlanContext, answer: Answer) -> Plan:
         ),
         memory=memory,
         recompute=answer.modes,
-        prefetch=context.memory_model.prefetch,
+        prefetch=model.prefetch,
         mode=context.mode,
-        reduce_each=context.memory_model.microbatches.reduce_each,
+        reduce_each=model.microbatches.reduce_each,
         zigzag_axes=space.zigzag_axes,
         offload=_offloaded(space, answer.modes),
-        host=_on_host(context.memory_model, choices, answer.modes),
+        host=_on_host(model, choices, answer.modes),
         waits=dict(space.overlapped.waited),
         multiplier=answer.multiplier,
         workload=_workload(context, answer),
@@ -273,11 +274,11 @@ def _row(
     forward = float(decision.candidates.forward_seconds[choice]) * share
     computing = float(decision.candidates.seconds[choice]) - sum(strategy.waits)
     mode = model.lifetimes.mode_of(number, answer.modes)
-    own, rerun = model.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
-    gradients = None if model.frees_gradients else model.gradients(number)
+    own, rerun = model.saved.own(number), model.second_forward.collectives_of(number, answer.choices, answer.modes)
+    gradients = None if model.presence.frees_gradients else model.tensors.gradients(number)
     running = model.second_forward.running(number, answer.choices, answer.modes)
     waits = (sum(each for _, each in rerun) + sum(running.waits) - sum(strategy.waits)) * share
-    recomputed = model.second_forward.at(number, answer.choices, answer.modes) * share - waits + again
+    recomputed = model.backward_seconds_at(number, answer.choices, answer.modes) * share - waits + again
     kept = math.ceil(int(own[mode if len(own) > 1 else 0][choice]) * share) if own else 0
     if model.accumulation.is_received(number):
         kept += int(buffer[choice]) if (buffer := model.accumulation.buffer(number)) is not None else 0

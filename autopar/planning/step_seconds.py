@@ -60,7 +60,7 @@ def parts_by_decision(
         return transfer_seconds(transfer, space.mesh, space.hardware, message)
 
     for number, (decision, choice) in enumerate(zip(space.decisions, choices, strict=True)):
-        recomputed = memory.second_forward.at(number, choices, modes)
+        recomputed = memory.backward_seconds_at(number, choices, modes)
         share = space.share(space.rows.get(number), choices, imbalance)
         whole = float(decision.candidates.seconds[choice])
         if more.once(number):
@@ -80,7 +80,7 @@ def parts_by_decision(
         pairs = zip(path.transfers, path.messages, strict=True)
         back = sum(seconds_of(t, message) for t, message in pairs if t.backward)
         forward = parts.forward + (path.seconds - back) * share
-        backward = parts.backward + back * share + memory.second_forward.at(edge, choices, modes)
+        backward = parts.backward + back * share + memory.backward_seconds_at(edge, choices, modes)
         found[edge.target] = parts._replace(forward=forward, backward=backward)
     return found
 

@@ -114,13 +114,18 @@ class MessageOracle:
     Messages that fit some prices nearly fit the next. Where every choice is forbidden, bounds are infinite.
     """
 
-    def __init__(self, problems: Sequence[Problem], deadline: float = NEVER) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], deadline: float = NEVER, known: MessageOracle | None = None
+    ) -> None:
+        """Begin with the messages of `known`, an oracle of the same problem with fewer rows."""
         self.problems, self.deadline = tuple(problems), deadline
         self.budgets = budgets_of(problems)
         allowed = consistent(problems)
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
+        if self._messages is not None and known is not None and known._messages is not None:
+            self._messages.take_from(known._messages)
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
@@ -202,8 +207,15 @@ class MessageOracle:
         )
 
 
-def oracle_of(problems: Sequence[Problem], deadline: float) -> EliminationOracle | MessageOracle:
-    """Return the oracle of a problem with a memory row each: elimination, unless it takes longer than messages."""
+def oracle_of(
+    problems: Sequence[Problem], deadline: float, known: EliminationOracle | MessageOracle | None = None
+) -> EliminationOracle | MessageOracle:
+    """Return the oracle of a problem with a memory row each: elimination, unless it takes longer than messages.
+
+    `known` is the oracle of the same problem with fewer rows.
+    """
+    if isinstance(known, MessageOracle):
+        return MessageOracle(problems, deadline, known)
     found = EliminationOracle.of(problems, deadline, EXPENSIVE_WORK)
     return MessageOracle(problems, deadline) if found is None else found
 

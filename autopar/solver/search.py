@@ -224,7 +224,7 @@ class _Search:
         """Find the prices of rows that were stated since those of the whole; return whether there are any."""
         if len(self.at) == len(self.prices):
             return False
-        self.whole, self.at = oracle_of(self.presolved.problems, self.deadline), self.prices
+        self.whole, self.at = oracle_of(self.presolved.problems, self.deadline, self.whole), self.prices
         self.price()
         return True
 

@@ -111,8 +111,7 @@ class EqualLayers:
             return False
         if any(self.recorder.has_read(module, name) for module, name in comparison.differing):
             return False
-        for one, other in comparison.pairs.values():
-            self.recorder.read_alike(one, other)
+        self.recorder.read_alike(comparison.pairs)
         return True
 
     def _repeated(self, template: Template, given: Sequence[Tensor], tracer: Any) -> Any:

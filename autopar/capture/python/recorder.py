@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -132,10 +132,11 @@ class Recorder:
         """Return whether the forward has read or written an attribute so far."""
         return (id(holder), name) in self._reads or (id(holder), name) in self._writes
 
-    def read_alike(self, one: nn.Module, other: nn.Module) -> None:
-        """Record for a module the reads of another, whose forward stands for its own."""
+    def read_alike(self, pairs: Mapping[int, tuple[nn.Module, nn.Module]]) -> None:
+        """Record the reads of modules, by id, for those whose forward theirs stands for: the second of each pair."""
         for (holder, name), read in list(self._reads.items()):
-            if holder != id(one) or (id(other), name) in self._reads:
+            _, other = pairs.get(holder, (None, None))
+            if other is None or (id(other), name) in self._reads:
                 continue
             value = vars(other).get(name, read.before)
             own = own_attributes(other)

@@ -13,31 +13,29 @@ exactly. Expert rows count as an equal share: nothing is offloaded if a plan is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from autopar.costs.memory.lifetimes import Place, ends_of
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, OfTensors, TensorBytes, shared
+from autopar.costs.memory.saved_bytes import SavedBytes
+from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
 class HostCopies(OfTensors):
     """Bytes and seconds of offloaded activations: of what a call saves by itself, or of what an edge brings."""
 
-    def __init__(
-        self, tensors: TensorBytes, saved: Callable[[Place], Modes | None], widened: Callable[[], HostCopies]
-    ) -> None:
-        """Take what is saved on the device by mode, and the copies in the space before it was narrowed."""
-        super().__init__(tensors)
-        self._saved, self._widened = saved, widened
-        self._exposed: dict[str, float] = {}
+    def __init__(self, saved: SavedBytes) -> None:
+        super().__init__(saved.tensors)
+        self._saved = saved
 
     def bytes_of(self, place: Place) -> Bytes | None:
         """Return the offloaded bytes of a call or an edge; None if there are none."""
         if not self.lifetimes.offloads:
             return None
-        saved = self._saved(place)
+        saved = self._saved.of(place)
         if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
             return None
         return self._less(saved[0], saved[-1])
@@ -49,7 +47,7 @@ class HostCopies(OfTensors):
     def seconds_of(self, place: Place) -> Bytes | None:
         """Return the exposed seconds of their copies."""
         num_bytes, segment = self.bytes_of(place), self.lifetimes.segment[ends_of(place)[-1]]
-        return None if num_bytes is None else self._copied(num_bytes, self.exposed(segment) / self.bytes_per_s)
+        return None if num_bytes is None else self._copied(num_bytes, self.exposed[segment] / self.bytes_per_s)
 
     @shared
     def _copied(self, num_bytes: Bytes, seconds: float) -> np.ndarray:
@@ -73,13 +71,13 @@ class HostCopies(OfTensors):
             return 0
         return sum(self.offloaded(each, choices, modes) for each in (*self.lifetimes.calls, *self.space.edges))
 
-    def exposed(self, segment: str) -> float:
-        """Return how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
-        if not self._exposed:
-            self._exposed = self._widened()._shares()  # that space has the choices that split nothing
-        return self._exposed[segment]
-
-    def _shares(self) -> dict[str, float]:
+    @cached_property
+    def exposed(self) -> Mapping[str, float]:
+        """Segment → how many times the seconds of one copy are exposed, on the way there and back together: 0 to 2."""
+        space, _ = self.space.widened()  # it has the choices that split nothing
+        if space is not self.space:
+            tensors = TensorBytes(space, self.lifetimes)
+            return HostCopies(SavedBytes(tensors, self._saved.accumulation.microbatches)).exposed
         if self.space.hardware.is_host:
             return dict.fromkeys(self.lifetimes.segments, 2.0)
         forward, backward, copied = (dict.fromkeys(self.lifetimes.segments, 0.0) for _ in range(3))

@@ -68,6 +68,11 @@ class Lifetimes:
         """True if what segments save for their backward may leave for the host."""
         return OFFLOAD in self.modes
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the calls."""
+        return [self.space.decisions[number].name for number in self.calls]
+
     # When.
 
     @cached_property
@@ -176,22 +181,6 @@ class Lifetimes:
         """Return the mode index of each decision's segment, given the mode of each segment."""
         of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
         return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
-
-    @cached_property
-    def near(self) -> list[tuple[str, str]]:
-        """Segment of the call at each position, and the segment of the calls before it; "" for none.
-
-        While a segment runs forward, the tensors saved by the previous segment are still being copied to the host.
-        While it runs backward, they are being copied back.
-        """
-        found: list[tuple[str, str]] = []
-        for number in self.calls:
-            own = self.segment[number]
-            if not found:
-                found.append((own, ""))
-            else:
-                found.append(found[-1] if own == found[-1][0] else (own, found[-1][0]))
-        return found
 
     def _first_call(self, number: int) -> Decision:
         """Return the call itself, or the first one that uses the decision."""

@@ -23,15 +23,16 @@ from __future__ import annotations
 import enum
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.microbatches import Microbatches, Phase
-from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.decision_rows import ACTIVATIONS, RECEIVED
+from autopar.costs.pricing.optimizer import Optimizer
 
 COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD, END, STEP = range(7)
 KINDS = range(FORWARD + 1)
@@ -55,7 +56,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """The bytes at moments of a step (see `moment_of`), added up with whole weights."""
+    """The bytes at moments of a step (see `Presence.moment`), added up with whole weights."""
 
     weights: tuple[tuple[int, int], ...]
 
@@ -72,33 +73,21 @@ class PricedMemory:
     row: MemoryRow
     price: float
 
-    def of_the_same_calls(self, own: MemoryModel, other: MemoryModel) -> PricedMemory | None:
+    def of_the_same_calls(self, own: Presence, other: Presence) -> PricedMemory | None:
         """Return the same in a model of memory whose calls have the same names; of others, where the backward begins.
 
         None where the two run their micro-batches otherwise.
         """
-        if own.microbatches != other.microbatches or not other.lifetimes.calls:
+        names, others = own.lifetimes.names, other.lifetimes.names
+        if own.microbatches != other.microbatches or not others:
             return None
-        places = {other.space.decisions[number].name: place for place, number in enumerate(other.lifetimes.calls)}
+        places = {name: place for place, name in enumerate(others)}
         weights: dict[int, int] = defaultdict(int)
         for moment, weight in self.row.weights:
-            kind, place = divmod(moment, len(own.lifetimes.calls))
-            same = places.get(own.space.decisions[own.lifetimes.calls[place]].name)
+            kind, place = divmod(moment, len(names))
+            same = places.get(names[place])
             weights[len(places) - 1 if same is None else kind * len(places) + same] += weight
         return PricedMemory(MemoryRow(tuple(sorted(weights.items()))), self.price)
-
-
-def moment_of(memory: MemoryModel, moment: int) -> Moment:
-    """Return the moment of that number: places, over phases, over kinds."""
-    return _moment_at(moment, len(memory.lifetimes.calls), memory.microbatches)
-
-
-@functools.lru_cache(maxsize=1024)
-def _moment_at(moment: int, num_calls: int, microbatches: Microbatches) -> Moment:
-    number, place = divmod(moment, num_calls)
-    kind, number = divmod(number, len(microbatches.phases))
-    phase = microbatches.phases[number]
-    return Moment(place, phase, kind_in(phase, kind))
 
 
 def kind_in(phase: Phase, kind: int) -> int:
@@ -172,6 +161,14 @@ class Role(enum.Enum):
         self.purpose, self.label, self.scopes = purpose, label, scopes
 
 
+@functools.lru_cache(maxsize=1024)
+def _moment_at(number: int, num_calls: int, microbatches: Microbatches) -> Moment:
+    number, place = divmod(number, num_calls)
+    kind, number = divmod(number, len(microbatches.phases))
+    phase = microbatches.phases[number]
+    return Moment(place, phase, kind_in(phase, kind))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """The scope of bytes as an interval for each place of use, in an order of the places of moments."""
@@ -198,22 +195,37 @@ class Span:
 class Presence:
     """Presence of bytes at the moments of a step, by their role and the place of the call that first uses them."""
 
-    def __init__(self, memory: MemoryModel) -> None:
-        self.memory, self.lifetimes = memory, memory.lifetimes
-        self.is_alone, self.count = memory.live is not None, len(memory.lifetimes.calls)
-        """Number of calls; `is_alone` is true if the program has a forward alone."""
+    def __init__(
+        self,
+        lifetimes: Lifetimes,
+        microbatches: Microbatches,
+        optimizer: Optimizer,
+        stepping: Collection[int],
+        prefetch: int,
+    ) -> None:
+        """`stepping` are the parameters whose steps work on more than they update."""
+        self.lifetimes, self.microbatches, self.prefetch = lifetimes, microbatches, prefetch
+        self.is_alone = not (lifetimes.space.program.learns or microbatches.several)
+        """True if the program has a forward alone."""
+        self.frees_gradients = optimizer.frees_gradients and not microbatches.several
+        """True if gradients are freed in the backward; gradients of several micro-batches stay until the end."""
+        self.count, self._stepping = len(lifetimes.calls), stepping
+        """Number of calls."""
         self._scopes = [self._scopes_of(is_first) for is_first in (False, True)]
         self._spans: dict[object, Span] = {}
         self._covered: dict[object, list[bool]] = {}
 
+    def moment(self, number: int) -> Moment:
+        """Return the moment of that number: places, over phases, over kinds."""
+        return _moment_at(number, self.count, self.microbatches)
+
     def _scopes_of(self, is_first: bool) -> dict[Role, Mapping[int, Scope]]:
         """Return by role the scope at each kind of moment, in a first backward or a later one."""
-        frees_gradients = self.memory.frees_gradients
-        run = dict.fromkeys(BACKWARD, Scope.LAYER_UNTIL if frees_gradients else Scope.UNTIL)
+        run = dict.fromkeys(BACKWARD, Scope.LAYER_UNTIL if self.frees_gradients else Scope.UNTIL)
         found: dict[Role, Mapping[int, Scope]] = {role: role.scopes for role in Role}
-        found[Role.GRADIENT] = (run if is_first or frees_gradients else RUNNING) | {END: Scope.ALWAYS}
+        found[Role.GRADIENT] = (run if is_first or self.frees_gradients else RUNNING) | {END: Scope.ALWAYS}
         found[Role.ARRIVED] = {} if is_first else run
-        if self.memory.microbatches.stashes:
+        if self.microbatches.stashes:
             found[Role.MOVED] = ALWAYS
         return found
 
@@ -222,9 +234,9 @@ class Presence:
         if role is Role.WAITING:
             return phase.others
         if role is Role.SENT:
-            return self.memory.microbatches.sent(phase)
+            return self.microbatches.sent(phase)
         if role in (Role.RECEIVED, Role.RETURNED):
-            return self.memory.microbatches.received(phase)[role is Role.RETURNED]
+            return self.microbatches.received(phase)[role is Role.RETURNED]
         return 1
 
     def scope(self, role: Role, kind: int, phase: Phase) -> Scope | None:
@@ -252,7 +264,7 @@ class Presence:
         found[COMPUTING] = True
         found[GATHERING, list(self.lifetimes.last_gather.values())] = True
         found[REDUCING, list(self.lifetimes.first_reduction.values())] = True
-        for number in () if self.memory.microbatches.works else self.memory.stepping:
+        for number in () if self.microbatches.works else self._stepping:
             found[UPDATING, self.lifetimes.position[number] : self.lifetimes.position[number] + 1] = True
         return found
 
@@ -302,14 +314,9 @@ class Presence:
 
         A layer fewer is fetched while a layer's weights arrive, before the next fetch starts.
         """
-        forward, depth = kind == FORWARD or self.is_alone, max(0, self.memory.prefetch - (kind == GATHERING))
+        forward, depth = kind == FORWARD or self.is_alone, max(0, self.prefetch - (kind == GATHERING))
         reached, numbers = self.lifetimes.reached(forward)
         first = np.maximum(numbers - depth, 0) if forward else numbers + 1
         end = numbers if forward else np.minimum(numbers + depth + 1, len(self.lifetimes.first_weight))
         is_none = (numbers < 0) | (depth == 0)
         return Span(reached, np.append(np.where(is_none, 0, first), 0), np.append(np.where(is_none, 0, end), 0))
-
-
-def presence_of(memory: MemoryModel) -> Presence:
-    """Return the presence of a model's bytes, made once."""
-    return memory.cached(("presence", memory.prefetch), lambda: Presence(memory))

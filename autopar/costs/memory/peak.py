@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import FORWARD, KINDS, Role, Scope, kind_in, presence_of
+from autopar.costs.memory.moments import FORWARD, KINDS, Role, Scope, kind_in
 from autopar.costs.memory.resident_parts import Part, all_parts
 from autopar.costs.plans.decision_rows import Instant, MemoryUse
 from autopar.costs.space.space import ExpertRows
@@ -28,7 +28,7 @@ def memory_use(
     memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
 ) -> tuple[int, MemoryUse, int]:
     """Return the bytes at the peak, what they are at every moment, and the number of the fullest moment (see
-    `moment_of`).
+    `Presence.moment`).
 
     `imbalance` of the rows of experts is that of the space, unless it is given. Where several backwards of a step can
     be the fullest, the timeline is that of the one that is, with the end.
@@ -53,7 +53,7 @@ def memory_use(
 def _phase_use(memory: MemoryModel, moments: PlanMoments, number: int) -> tuple[int, MemoryUse, int]:
     """Return the peak, the memory use and the fullest moment of one phase, as `memory_use` does for the step."""
     phases = memory.microbatches.phases
-    names = [memory.space.decisions[number].name for number in memory.lifetimes.calls]
+    names = memory.lifetimes.names
     totals = moments.totals(phases[number])
     forward = totals[FORWARD] if memory.live is None else totals.max(axis=0)
     timeline = [Instant(name, False, int(n)) for name, n in zip(names, forward, strict=True)]
@@ -65,7 +65,7 @@ def _phase_use(memory: MemoryModel, moments: PlanMoments, number: int) -> tuple[
 
 
 def bytes_by_moment(memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str]) -> np.ndarray:
-    """Return the bytes at every moment, by its number (see `moment_of`); 0 at those that are none."""
+    """Return the bytes at every moment, by its number (see `Presence.moment`); 0 at those that are none."""
     moments, phases = PlanMoments(memory, choices, modes), memory.microbatches.phases
     found = np.zeros((len(KINDS), len(phases), moments.count), dtype=np.int64)
     for number, phase in enumerate(phases):
@@ -82,7 +82,7 @@ class PlanMoments:
     def __init__(
         self, memory: MemoryModel, choices: Sequence[int], modes: Mapping[str, str], imbalance: float | None = None
     ) -> None:
-        self.memory, self.presence, self.count = memory, presence_of(memory), len(memory.lifetimes.calls)
+        self.memory, self.presence, self.count = memory, memory.presence, len(memory.lifetimes.calls)
         requested = memory.space.imbalance if imbalance is None else imbalance
         uneven_share = lambda rows: memory.space.uneven_share(rows, choices, imbalance)  # noqa: E731
         self.sums = _sums_of(memory, requested > 1).at(choices, memory.lifetimes.modes_by_number(modes), uneven_share)

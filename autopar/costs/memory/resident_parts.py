@@ -17,7 +17,7 @@ import numpy as np
 from autopar.costs.memory.lifetimes import LATE, Place
 from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Presence, Role, moment_of, presence_of
+from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Role
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
@@ -75,30 +75,31 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
         yield Part(Role.STORED, name, used, (array,), ends)
     buffer = Role.RECEIVED if more.is_received(number) else Role.RETURNED
     found = {buffer: more.buffer(number)}
-    if (travelling := memory.travelling(number)) is not None:
-        found[Role.TRAVELLING] = memory.times(travelling, 2)
+    if (travelling := memory.tensors.travelling(number)) is not None:
+        found[Role.TRAVELLING] = memory.tensors.times(travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
             yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
         yield from _of_roles(found, used, ends)
         yield from _alive(memory.live.made(number), ends, rows)
         return
-    is_behind = used < LATE and presence_of(memory).moments[list(BEHIND), used].any()
+    gradients = memory.tensors.gradients(number)
+    is_behind = used < LATE and memory.presence.moments[list(BEHIND), used].any()
     found |= {
-        Role.GRADIENT: more.gradients(number),
-        Role.STEPPED: memory.gradients(number) if memory.microbatches.works else None,
+        Role.GRADIENT: None if more.adds_up(number) else gradients,
+        Role.STEPPED: gradients if memory.microbatches.works else None,
         Role.UPDATING: memory.works_on(number),
-        Role.WORKING_FORWARD: memory.working_forward(number),
-        Role.HANDED_ON: memory.handed_on(number) if is_behind else None,
+        Role.WORKING_FORWARD: memory.saved.working_forward(number),
+        Role.HANDED_ON: memory.saved.handed_on(number) if is_behind else None,
     }
     yield from _of_roles(found, used, ends)
-    working, whole = memory.working(number), memory.own(number, with_rerun=True)
-    yield from _saved(memory, ACTIVATIONS, number, memory.own(number), whole, ends, rows)
+    working, whole = memory.saved.working(number), memory.saved.own(number, with_rerun=True)
+    yield from _saved(memory, ACTIVATIONS, number, memory.saved.own(number), whole, ends, rows)
     if working is not None:
         yield Part(Role.WORKING, Role.WORKING.label, used, working, ends, number)
     if rows is not None:
-        of_rows = {Role.WORKING: None if working is None else memory.working_rows(number)}
-        of_rows[Role.HANDED_ON] = None if found[Role.HANDED_ON] is None else memory.handed_on_rows(number)
+        of_rows = {Role.WORKING: None if working is None else memory.saved.working_rows(number)}
+        of_rows[Role.HANDED_ON] = None if found[Role.HANDED_ON] is None else memory.saved.handed_on_rows(number)
         yield from (replace(part, rows=rows) for part in _of_roles(of_rows, used, ends))
 
 
@@ -106,9 +107,9 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
     space, used, ends = memory.space, memory.lifetimes.position[edge.target], (edge.source, edge.target)
     if memory.live is not None:
         yield from _alive(memory.live.moved(edge), ends, space.rows_on(edge))
-    elif (saved := memory.edge(edge)) is not None:
+    elif (saved := memory.saved.edge(edge)) is not None:
         name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
-        yield from _saved(memory, name, edge.target, saved, memory.with_rerun(saved), ends, space.rows_on(edge))
+        yield from _saved(memory, name, edge.target, saved, memory.saved.with_rerun(saved), ends, space.rows_on(edge))
     if (sent := memory.accumulation.sent(edge)) is not None:
         yield Part(Role.SENT, Role.SENT.label, used, sent, ends, edge.source)
     if (constant := memory.accumulation.constant(edge)) is not None:
@@ -141,13 +142,14 @@ def _weight_and_gradient(
     The gradient of a view is counted where the view is taken, that of a cast where it is cast.
     """
     (source, target), (is_cast, is_cast_next) = kinds, casts
-    runs, dtype, changes = memory.microbatches, edge.tensor.dtype, memory.changes(edge) | memory.reduced(edge)
+    runs, dtype, tensors = memory.microbatches, edge.tensor.dtype, memory.tensors
+    changes = tensors.changes(edge) | tensors.reduced(edge)
     before, after = _at_ends(memory, edge)
     again, each_time = memory.accumulation.each_time(edge), memory.accumulation.reduced_each_time(edge)
     whole, parts = (memory.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
     if not is_cast_next:
         own = before if is_cast or (runs.stashes and source == "parameter") else np.zeros_like(before)
-        moved = np.where(again, own * runs.stashes, np.where(memory.stays(edge), own, after))
+        moved = np.where(again, own * runs.stashes, np.where(tensors.stays(edge), own, after))
         yield Role.MOVED, moved * (runs.in_flight if runs.stashes else 1)
     if not edge.tensor.requires_grad:
         return
@@ -177,7 +179,7 @@ def _in_transit(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
 
 def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role, Bytes]]:
     (before, after), tensor, more = _at_ends(memory, edge), edge.tensor, memory.accumulation
-    moves, again, is_shared = memory.communicated(edge), more.each_time(edge), more.holds(edge)
+    moves, again, is_shared = memory.tensors.communicated(edge), more.each_time(edge), more.holds(edge)
     gathered = moves & again if is_shared else moves
     again = again if memory.live is None else gathered
     saved = np.array([strategy.saved for strategy in memory.space.decisions[edge.source].candidates.strategies])
@@ -185,14 +187,14 @@ def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role,
     yield Role.GATHERED, np.where(freed, after, 0)
     yield Role.GATHERED_AGAIN, np.where(again if memory.live is None else freed, after, 0)
     if again.any():
-        yield Role.COPIED, np.where(again & ~memory.gathered_alone(edge), after, 0)
-    only_gathers, on_way = memory.only_gathers(edge), before + after
+        yield Role.COPIED, np.where(again & ~memory.tensors.gathered_alone(edge), after, 0)
+    only_gathers, on_way = memory.tensors.only_gathers(edge), before + after
     yield Role.ON_WAY, np.where(gathered & only_gathers, on_way, 0)
     yield Role.ON_WAY_AGAIN, np.where(again & only_gathers, on_way, 0)
     if not tensor.requires_grad:
         return
     each_time = more.reduced_each_time(edge) if is_shared else np.array(True)
-    sums = (moves | memory.reduced(edge)) & each_time
+    sums = (moves | memory.tensors.reduced(edge)) & each_time
     yield Role.UNREDUCED, np.where(sums, after, 0)
     if tensor.reduced is not None:
         sent = np.where(sums, after // tensor.dtype.itemsize * tensor.reduced.itemsize, 0)
@@ -200,11 +202,11 @@ def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role,
         yield Role.SENT_OFF, sent
     elif (moves & each_time).any():  # a tensor that is only reduced stays in its send buffer
         yield Role.LAST_MADE, np.where(moves & each_time, after, 0)
-        yield Role.SENT_OFF, np.where(moves & each_time & ~memory.sent_alone(edge), after, 0)
+        yield Role.SENT_OFF, np.where(moves & each_time & ~memory.tensors.sent_alone(edge), after, 0)
 
 
 def _at_ends(memory: MemoryModel, edge: TensorEdge) -> tuple[Bytes, Bytes]:
-    before, after = memory.bytes_at_ends(edge)
+    before, after = memory.tensors.bytes_at_ends(edge)
     return before[:, None], after[None, :]
 
 
@@ -243,15 +245,16 @@ def _brings_weight(space: Space, edge: TensorEdge) -> bool:
     return space.is_weight(edge.source)
 
 
-def resident(presence: Presence, part: Part, at: Moment) -> Modes:
+def resident(memory: MemoryModel, part: Part, at: Moment) -> Modes:
     """Return the bytes of a part for one micro-batch that are resident at a moment, by mode; () if none are."""
+    presence = memory.presence
     there = at.place < part.until and presence.is_resident(part.role, part.used, at)
     if part.role not in (Role.SAVED, Role.WHOLE) or presence.lifetimes.num_modes(part.of) < len(MODES):
         return part.modes if there else ()
     is_away = presence.is_resident(part.role, part.used, at, offloads=True)
     if there == is_away:
         return part.modes if there else ()
-    nothing, modes = (presence.memory.nothing(part.modes[0].shape),), part.modes * (len(MODES) // len(part.modes))
+    nothing, modes = (memory.tensors.nothing(part.modes[0].shape),), part.modes * (len(MODES) // len(part.modes))
     return (*modes[:-1], *nothing) if there else (*nothing * (len(MODES) - 1), modes[-1])
 
 
@@ -261,18 +264,18 @@ def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = F
     There is one array per mode of its segment, if the mode matters. If `uneven`, the bytes are those of expert rows
     above an equal share (see `tensor_bytes.uneven_modes`), else all others.
     """
-    presence, parts = presence_of(memory), []
+    presence, parts = memory.presence, []
     for part in parts_of(memory, place):
         if part.rows is None and not uneven:
             parts.append(part)
         elif part.rows is not None and uneven and memory.live is None:
-            parts.append(replace(part, modes=uneven_modes(memory, part.rows, part.modes)))
+            parts.append(replace(part, modes=uneven_modes(memory.tensors, part.rows, part.modes)))
     moments = []
     for moment, weight in row.weights:
-        at, found = moment_of(memory, moment), []
+        at, found = presence.moment(moment), []
         for part in parts:
             times = presence.times(part.role, at.phase)
-            if times and (modes := resident(presence, part, at)):
-                found.append(modes if times == 1 else tuple([memory.times(each, times) for each in modes]))
+            if times and (modes := resident(memory, part, at)):
+                found.append(modes if times == 1 else tuple([memory.tensors.times(each, times) for each in modes]))
         moments.append((weight, found))
-    return memory.total(moments)
+    return memory.tensors.total(moments)

@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.costs.hardware.collectives import Transfer
-from autopar.costs.memory.host_copies import HostCopies
 from autopar.costs.memory.lifetimes import Place, ends_of
-from autopar.costs.memory.tensor_bytes import Modes, OfTensors, TensorBytes, shared
+from autopar.costs.memory.tensor_bytes import Modes, OfTensors, shared
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
 from autopar.ir.program.recompute_segments import FULL, MODES, SELECTIVE, is_saved, moves_again
@@ -35,11 +34,6 @@ SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
 
 class SecondForward(OfTensors):
     """Seconds of what runs again, by decision and edge."""
-
-    def __init__(self, tensors: TensorBytes, host_copies: HostCopies) -> None:
-        super().__init__(tensors)
-        self.host_copies = host_copies
-        self._again: dict[tuple[int, int, int], np.ndarray | None] = {}
 
     @shared
     def communicates(self, decision: Decision) -> np.ndarray:
@@ -51,13 +45,12 @@ class SecondForward(OfTensors):
 
         None if there are none in any mode.
         """
-        ends, copying = ends_of(place), self.host_copies.seconds_of(place)
+        ends = ends_of(place)
         found = [self._seconds(place, mode) for mode in range(self.lifetimes.num_modes(ends[-1]))]
-        if copying is None and all(each is None for each in found):
+        if all(each is None for each in found):
             return None
-        nothing = self._nothing(tuple([len(self.space.decisions[end].candidates.strategies) for end in ends]))
-        seconds = [nothing if each is None else each for each in found]
-        return tuple(seconds) if copying is None else (*seconds[:-1], copying)
+        nothing = self.tensors.nothing(tuple([len(self.space.decisions[end].candidates.strategies) for end in ends]))
+        return tuple([nothing if each is None else each for each in found])
 
     def _seconds(self, place: Place, mode: int) -> np.ndarray | None:
         if not isinstance(place, int):
@@ -68,7 +61,7 @@ class SecondForward(OfTensors):
         found = None if runs is None else self._second_seconds(decision, runs)
         if not self.variant(decision, mode):
             return found
-        nothing = self._nothing((len(decision.candidates.strategies),))
+        nothing = self.tensors.nothing((len(decision.candidates.strategies),))
         return self._with_regathering(decision, nothing if found is None else found)
 
     @shared
@@ -115,46 +108,34 @@ class SecondForward(OfTensors):
         needed = decision.node in self.lifetimes.recomputations(number)[mode].rerun
         if not needed and (mode != FULL_MODE or not self.lifetimes.saved(decision).inputs):
             return None
-
-        found = self._run_again(decision, needed, mode)
-        return found if found.any() else None
+        return self._run_again(decision, needed, mode)
 
     @shared
-    def _run_again(self, decision: Decision, needed: bool, mode: int) -> np.ndarray:
+    def _run_again(self, decision: Decision, needed: bool, mode: int) -> np.ndarray | None:
         strategies = decision.candidates.strategies
         if mode == FULL_MODE:
-            return np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
-        return np.array([not is_saved(decision.node, MODES[mode], (), s.communicates) for s in strategies])
+            found = np.array([needed or (s.communicates and s.implementation.saves_moved) for s in strategies])
+        else:
+            found = np.array([not is_saved(decision.node, MODES[mode], (), s.communicates) for s in strategies])
+        return found if found.any() else None
 
     def moves_again(self, edge: TensorEdge, mode: int) -> np.ndarray | None:
         """Return between which strategies an edge's collectives run again in a mode; None if between none."""
-        key = *edge.end, mode
-        if key not in self._again:
-            inside, needed = self.lifetimes.is_inside(edge), self._needs_again(edge, mode)
-            found = self._moves_again(edge, inside, mode) if needed else None
-            self._again[key] = found if found is not None and found.any() else None
-        return self._again[key]
-
-    def _needs_again(self, edge: TensorEdge, mode: int) -> bool:
         if mode == 0 or not self.lifetimes.segment[edge.target] or edge.tensor.is_of_weights:
-            return False
-        return self.lifetimes.needs_input(edge) or self.lifetimes.reruns(edge.target, mode)
+            return None
+        if not self.lifetimes.needs_input(edge) and not self.lifetimes.reruns(edge.target, mode):
+            return None
+        return self._moves_again(edge, self.lifetimes.is_inside(edge), mode)
 
     @shared
-    def _moves_again(self, edge: TensorEdge, inside: bool, mode: int) -> np.ndarray:
+    def _moves_again(self, edge: TensorEdge, inside: bool, mode: int) -> np.ndarray | None:
         before, after = self.tensors.bytes_at_ends(edge)
-        return self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
+        found = self.tensors.communicated(edge) & moves_again(MODES[mode], inside, before[:, None], after[None, :])
+        return found if found.any() else None
 
     @shared
     def _seconds_on(self, edge: TensorEdge, again: np.ndarray, travelling: bool) -> np.ndarray:
         return np.where(again, self.space.forward_seconds(edge, travelling), 0.0)
-
-    def at(self, place: Place, choices: Sequence[int], modes: Mapping[str, str]) -> float:
-        """Return the seconds of what runs again of a call, or on account of an edge, under choices and modes."""
-        ends = ends_of(place)
-        mode = self.lifetimes.mode_of(ends[-1], modes)
-        again = self.seconds_of(place) if mode else None
-        return 0.0 if again is None else float(again[mode][tuple([choices[end] for end in ends])])
 
     def collectives_of(
         self, number: int, choices: Sequence[int], modes: Mapping[str, str]
@@ -184,7 +165,3 @@ class SecondForward(OfTensors):
         """Return whether a gather that runs again brings an edge's tensor while its segment runs."""
         running = self.collectives_on(edge, choices, modes)
         return bool(running) and self.space.path(edge, choices).moves[-1].gathers
-
-    @shared
-    def _nothing(self, shape: tuple[int, ...]) -> np.ndarray:
-        return np.zeros(shape)

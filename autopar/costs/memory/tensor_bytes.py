@@ -77,9 +77,10 @@ def of_layouts(make: Method) -> Method:
 class TensorBytes:
     """Bytes of tensors in the layouts that the strategies of a space give them."""
 
-    def __init__(self, space: Space, lifetimes: Lifetimes) -> None:
+    def __init__(self, space: Space, lifetimes: Lifetimes, known: TensorBytes | None = None) -> None:
+        """Share the arrays of `known`: bytes on a space that differs in the costs of moves alone."""
         self.space, self.lifetimes = space, lifetimes
-        self._cache: dict[object, Any] = {}
+        self._cache: dict[object, Any] = {} if known is None else known._cache
 
     def cached(self, key: object, make: Callable[[], Found]) -> Found:
         """Return the array of a key; `make` is called once per key."""
@@ -271,6 +272,12 @@ class TensorBytes:
         """Return the bytes of a tensor where it has come over links; where not, it is made again."""
         return np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0)
 
+    def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
+        """Return the bytes that a call saves besides inputs and outputs, by local elements of its largest input."""
+        call = decision.candidates.call
+        assert call is not None, "a call has one candidate"
+        return np.ceil(other_bytes * (local / max(call.inputs[largest].num_elements, 1))).astype(np.int64)
+
     def travelling(self, number: int) -> Bytes | None:
         """Return the bytes of rows that a call sends while others run; None if none run.
 
@@ -301,6 +308,27 @@ class TensorBytes:
     def nothing(self, shape: tuple[int, ...]) -> Bytes:
         """Return zero bytes for every choice."""
         return np.zeros(shape, dtype=np.int64)
+
+    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]]) -> Modes | None:
+        """Return the total of shared arrays over several moments, mode by mode; None if no moment has arrays.
+
+        Each moment is (weight, arrays that add up), and counts by its weight.
+        """
+        count = max((len(modes) for _, parts in moments for modes in parts), default=0)
+        if not count:
+            return None
+        return tuple(
+            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments])
+            for i in range(count)
+        )
+
+    def _combined(self, moments: list[tuple[int, list[Bytes]]]) -> Bytes:
+        filled = [(weight, parts) for weight, parts in moments if parts]
+        if len(filled) == 1 and len(filled[0][1]) == 1 and filled[0][0] == 1:
+            return filled[0][1][0]
+        # The cache holds every array, so that an id names one array for good.
+        key = ("total", tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
+        return self.cached(key, lambda: np.sum([weight * np.sum(parts, axis=0) for weight, parts in filled], axis=0))
 
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:

@@ -170,6 +170,7 @@ def candidates_of(
     }
     plain = offered[id(ATEN)].choices
     work, passes = Work.of(call, op, bound, hardware), 1 + backward_share(call, op)
+    own = OwnCollectives(call, bound, mesh, hardware, meanwhile)
     seen: dict[tuple[object, ...], tuple[Strategy, float, float]] = {}
     # An axis of one device splits nothing.
     whole = next(number for number, choice in enumerate(plain) if choice.name == NONE)
@@ -187,10 +188,9 @@ def candidates_of(
                 continue
             strategy = _strategy(choices, call, bound, implementation, mesh)
             forward = computing_seconds(strategy, work, mesh, hardware)
-            strategy = _with_waits(strategy, call, bound, forward * passes, mesh, hardware, meanwhile)
+            strategy = own.priced(strategy, forward * passes)
             if (variant := implementation.regathering) is not None:
-                again = _strategy(choices, call, bound, variant, mesh)
-                again = _with_waits(again, call, bound, forward * passes, mesh, hardware, meanwhile)
+                again = own.priced(_strategy(choices, call, bound, variant, mesh), forward * passes)
                 strategy = replace(strategy, regathering=again)
             if turn != "alone":
                 strategy = replace(strategy, shared=not implementation.shared.isdisjoint(names))
@@ -258,46 +258,38 @@ def _multiplies_zeros(choice: Choice, infinite: frozenset[int]) -> bool:
     return (passes or passes_gradients) and any(choice.inputs[position] is R for position in infinite)
 
 
-def _with_waits(
-    strategy: Strategy,
-    call: Call,
-    bound: BoundRule,
-    computing: float,
-    mesh: Mesh,
-    hardware: Hardware,
-    meanwhile: OverlappedWork,
-) -> Strategy:
-    """Return the strategy with the seconds of its own collectives that computing exposes."""
-    if not strategy.transfers:
-        return strategy
-    seconds = [transfer_seconds(each, mesh, hardware) for each in strategy.transfers]
-    return replace(strategy, waits=exposed(seconds, strategy, call, bound, computing, mesh, hardware, meanwhile))
+@dataclass(frozen=True, slots=True)
+class OwnCollectives:
+    """The collectives that a call runs itself, and the computation of others meanwhile. All may have symbols."""
 
+    call: Call
+    bound: BoundRule
+    mesh: Mesh
+    hardware: Hardware
+    meanwhile: OverlappedWork
 
-def exposed(
-    seconds: Sequence[float],
-    strategy: Strategy,
-    call: Call,
-    bound: BoundRule,
-    computing: float,
-    mesh: Mesh,
-    hardware: Hardware,
-    meanwhile: OverlappedWork,
-) -> tuple[float, ...]:
-    """Return the seconds of a strategy's own collectives that neither its computing, which takes so long and hides a
-    share of them at most, nor other calls meanwhile hide. All may have symbols.
-    """
-    if strategy.implementation.in_halves and meanwhile != NOTHING:
-        found = list(seconds)
-        for position in strategy.travelling:
-            side = meanwhile.backward if strategy.transfers[position].backward else meanwhile.forward
-            others = side.seconds / mesh.num_devices + side.latency  # each device computes a part of them
-            found[position] = larger(hardware.communication_share * found[position], found[position] - others)
-        return tuple(found)
-    share = hidden_share(strategy.implementation, hardware, call, strategy.local_sizes(bound.sizes, mesh))
-    total = sum(seconds)
-    hidden = smaller(share * total, computing) if share else 0.0
-    return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+    def exposed(self, strategy: Strategy, seconds: Sequence[float], computing: float) -> tuple[float, ...]:
+        """Return which of their seconds neither other calls hide nor the call's computing, of which a share may."""
+        if strategy.implementation.in_halves and self.meanwhile != NOTHING:
+            found = list(seconds)
+            for position in strategy.travelling:
+                backward = strategy.transfers[position].backward
+                side = self.meanwhile.backward if backward else self.meanwhile.forward
+                others = side.seconds / self.mesh.num_devices + side.latency  # each device computes a part of them
+                left = found[position] - others
+                found[position] = larger(self.hardware.communication_share * found[position], left)
+            return tuple(found)
+        local_sizes = strategy.local_sizes(self.bound.sizes, self.mesh)
+        share, total = hidden_share(strategy.implementation, self.hardware, self.call, local_sizes), sum(seconds)
+        hidden = smaller(share * total, computing) if share else 0.0
+        return tuple(each * (1 - hidden / total) if hidden else each for each in seconds)
+
+    def priced(self, strategy: Strategy, computing: float) -> Strategy:
+        """Return the strategy with the exposed seconds of its transfers."""
+        if not strategy.transfers:
+            return strategy
+        seconds = [transfer_seconds(each, self.mesh, self.hardware) for each in strategy.transfers]
+        return replace(strategy, waits=self.exposed(strategy, seconds, computing))
 
 
 def _zigzag_dims(choice: Choice, dims: ZigzagDimsOfCall) -> Choice:

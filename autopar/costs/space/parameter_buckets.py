@@ -11,10 +11,9 @@ to it alone, as that of a matrix product does, it is reduced in place.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -82,8 +81,8 @@ class _Member:
 def buckets_of(space: Space, choices: Sequence[int]) -> tuple[Bucket, ...]:
     """Return every bucket of a plan."""
     groups: dict[object, list[_Member]] = {}
-    layers, first_use = _layers(space), _first_uses(space)
-    for edge in sorted(space.edges, key=lambda edge: first_use(edge.target)):
+    layers, first_uses = _layers(space), _first_uses(space)
+    for edge in sorted(space.edges, key=lambda edge: first_uses.get(edge.target, edge.target)):
         if not space.is_weight(edge.source):
             continue
         path = space.path(edge, choices)
@@ -186,18 +185,14 @@ def _makes_its_gradient(target: Decision, edge: TensorEdge) -> bool:
     return is_product and len(edge.tensor.shape) > 1  # a bias may get the gradient that came in
 
 
-def _first_uses(space: Space) -> Callable[[int], int]:
-    """Return a function from a decision to the position of its first consuming call, through shared reshards."""
-    after: dict[int, list[int]] = defaultdict(list)
-    for edge in space.edges:
+def _first_uses(space: Space) -> dict[int, int]:
+    """Return the position of the first call that uses each shared reshard, through others."""
+    found: dict[int, int] = {}
+    for edge in reversed(space.edges):  # the edges out of a shared reshard lie behind the one into it
         if space.decisions[edge.source].kind == "shared_reshard":
-            after[edge.source].append(edge.target)
-
-    @cache
-    def first_use(number: int) -> int:
-        return min(map(first_use, after[number])) if number in after else number
-
-    return first_use
+            use = found.get(edge.target, edge.target)
+            found[edge.source] = min(use, found.get(edge.source, use))
+    return found
 
 
 def _layers(space: Space) -> dict[str, str]:

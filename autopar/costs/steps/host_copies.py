@@ -59,12 +59,18 @@ class HostCopies:
         if not self._whole or self._memory.accumulation.is_cast(number):
             return
         row = self._memory.space.decisions[number].name
-        own, before = self._memory.lifetimes.near[self._memory.lifetimes.position[number]]
-        for segment in (own, before):
+        own = self._memory.lifetimes.segment[number]
+        for segment in (own, self._before(number, own)):
             if self._whole.get(segment) and segment not in self._back:
                 seconds = self._whole[segment] / self._memory.host_copies.bytes_per_s
                 self._back[segment] = self._copy(UP, seconds, row, self._on_way.pop(segment, []))
         self._tasks.wait(self._back.get(own, ()))
+
+    def _before(self, number: int, own: str) -> str:
+        """Return the segment of the calls before those of a call's own; "" if these are the first or belong to none."""
+        calls, segment = self._memory.lifetimes.calls, self._memory.lifetimes.segment
+        places = range(self._memory.lifetimes.position[number] - 1, -1, -1)
+        return next((found for place in places if (found := segment[calls[place]]) != own), "")
 
     def _copy(self, stream: str, seconds: float, row: str, behind: Sequence[int] = ()) -> list[int]:
         if self._memory.space.hardware.is_host:

@@ -126,7 +126,7 @@ class _Step:
         self.on_host = HostSteps(memory, choices, self.tasks)
         self.travelling: dict[int, list[int]] = defaultdict(list)
         """Call → gathers of the second forward that bring what it takes."""
-        frees = self.once and memory.frees_gradients
+        frees = self.once and memory.presence.frees_gradients
         self.reductions = Reductions(self.tasks, frees, with_sums=part == "last")
 
     def run(self) -> tuple[Task, ...]:

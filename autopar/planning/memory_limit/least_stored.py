@@ -15,6 +15,6 @@ def least_stored(memory: MemoryModel) -> int:
     for number, decision in enumerate(memory.space.decisions):
         if decision.kind == "parameter":
             arrays = list(memory.stored(number).values())
-            gradients = None if memory.frees_gradients else memory.gradients(number)
+            gradients = None if memory.presence.frees_gradients else memory.tensors.gradients(number)
             total += int(np.sum(arrays + ([] if gradients is None else [gradients]), axis=0).min())
     return total

@@ -9,7 +9,6 @@ It ends where the best EXPANDED candidates have no neighbour that is not estimat
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,8 +155,6 @@ class Estimates:
         least = self._best_seconds()
         is_out = self.subject.at_least(*candidate) > least
         self.found[candidate] = None if is_out else self.estimate(candidate, NEAR * least)
-        if not is_out and self._stage(candidate.mesh).ndim > FEW_AXES:
-            gc.collect(1)  # models of memory are in cycles, and have hundreds of megabytes on many axes
 
     def _progress(self, waiting: int) -> str:
         """Return how far the search is, in words."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.costs.space.narrowed import Pins
-from autopar.costs.space.space import Decision, Space, TensorEdge
+from autopar.costs.space.space import Decision, Space
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.sharding.layout import I, Layout
 from autopar.ir.sharding.rule import NONE
@@ -72,26 +72,20 @@ def _on_axes(decision: Decision, strategy: Strategy) -> tuple[str, ...]:
 
 def _of_shared_reshards(space: Space, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Return which strategies of shared reshards have layouts that are left at either end."""
-    consumers: dict[int, list[TensorEdge]] = defaultdict(list)
-    for edge in space.edges:
-        consumers[edge.source].append(edge)
 
     def left(number: int) -> list[Strategy]:
         every = space.decisions[number].candidates.strategies
         mask = masks.get(number)
         return list(every) if mask is None else [each for each, is_left in zip(every, mask, strict=True) if is_left]
 
-    def taken(shared_reshard: int) -> set[Layout]:
-        found = set[Layout]()
-        for edge in consumers[shared_reshard]:
-            is_shared_reshard = space.decisions[edge.target].kind == "shared_reshard"
-            found |= (
-                taken(edge.target)
-                if is_shared_reshard
-                else {each.inputs[edge.target_input] for each in left(edge.target)}
-            )
-        return found
-
+    taken: dict[int, set[Layout]] = defaultdict(set)
+    for edge in reversed(space.edges):  # the edges out of a shared reshard lie behind the one into it
+        if space.decisions[edge.source].kind != "shared_reshard":
+            continue
+        if space.decisions[edge.target].kind == "shared_reshard":
+            taken[edge.source] |= taken[edge.target]
+        else:
+            taken[edge.source].update(each.inputs[edge.target_input] for each in left(edge.target))
     found: dict[int, np.ndarray] = {}
     for number, decision in enumerate(space.decisions):
         if decision.kind != "shared_reshard":
@@ -99,6 +93,6 @@ def _of_shared_reshards(space: Space, masks: Mapping[int, np.ndarray]) -> dict[i
         edge = space.inbound[number, 0]
         while space.decisions[edge.source].kind == "shared_reshard":
             edge = space.inbound[edge.source, 0]
-        layouts = taken(number) | {each.outputs[edge.source_output] for each in left(edge.source)}
+        layouts = taken[number] | {each.outputs[edge.source_output] for each in left(edge.source)}
         found[number] = np.array([each.outputs[0] in layouts for each in decision.candidates.strategies])
     return found

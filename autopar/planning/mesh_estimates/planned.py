@@ -9,7 +9,6 @@ time     a candidate has a half of what is left. It has all of it if no other is
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
@@ -86,7 +85,6 @@ class Planned:
                 continue
             has_all = not num_others or (self.answers and self._is_pipeline(chosen))
             tried = self._try(chosen, 1.0 if has_all else SHARE)
-            gc.collect(1)  # models of memory are in cycles, and large; older objects are not walked
             if tried.found is None and not tried.reason.startswith(NOT_TRIED) and chosen.mesh not in self.tried:
                 later[chosen.mesh] += 1
                 further = self.estimates.of(chosen.mesh)[later[chosen.mesh] :]

@@ -80,6 +80,15 @@ class MessagePassing:
         self.cost = np.inf
         """Cost of the best choices that were read off."""
 
+    def take_from(self, known: MessagePassing) -> None:
+        """Take the messages of the same problem with fewer rows, which is then not to be used any more.
+
+        Rows change no node or joint, and any messages bound any costs.
+        """
+        assert self._ends == known._ends, "another problem"
+        self._sent, self._left, self._own = known._sent, known._left, known._own
+        self._visited, self._is_guarded = known._visited, known._is_guarded
+
     def at(self, *prices: float) -> None:
         """Go on at other prices, one for each row: messages stay, and are as good a start as the prices are near."""
         self._evaluated = self._core.evaluated(self._tables.weighted(*prices), self.deadline)

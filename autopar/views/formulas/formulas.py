@@ -38,7 +38,7 @@ from autopar.costs.pricing.moves import in_bucket, place_in, transfers
 from autopar.costs.pricing.operations import backward_share, gradient_sum_seconds
 from autopar.costs.pricing.optimizer_step import step_seconds, step_transfers
 from autopar.costs.pricing.shortest_paths import LOCAL_MOVE_SECONDS
-from autopar.costs.space.call_candidates import exposed, own_transfers
+from autopar.costs.space.call_candidates import OwnCollectives, own_transfers
 from autopar.costs.space.computing import Work, computing_seconds
 from autopar.costs.space.space import Space, TensorEdge, without_gradient
 from autopar.costs.space.unsharded import dtypes_of, overlapped_of, seconds_alone, work_of
@@ -195,7 +195,7 @@ class _Ledger:
         seconds, computing = cast("list[float]", list(map(self._seconds_of, own))), cast(float, passes * forward)
         others = self.space.meanwhile.get(self.decisions[number].node)
         meanwhile = NOTHING if others is None else work_of(self._calls(others), hardware)
-        waits = exposed(seconds, strategy, call, bound, computing, self.axes, hardware, meanwhile)
+        waits = OwnCollectives(call, bound, self.axes, hardware, meanwhile).exposed(strategy, seconds, computing)
         again = bool(self.second.collectives_of(*of_plan, self.modes))
         for transfer, wait in zip(own, waits, strict=True):
             runs = count * (1 + (again and not transfer.backward))

@@ -16,12 +16,13 @@ from typing import cast
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import Role, moment_of, presence_of
+from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.resident_parts import parts_of, resident
-from autopar.costs.memory.tensor_bytes import Bytes
-from autopar.costs.space.space import Decision, ExpertRows
+from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
+from autopar.costs.space.space import Decision, ExpertRows, Space
 from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import OFFLOAD
@@ -43,12 +44,12 @@ def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetiti
     several = memory.microbatches.several or space.program.num_sent
     if memory.live is not None or not memory.lifetimes.calls or several:
         return {}
-    at, presence = moment_of(memory, memory_use(memory, symbolic.choices, modes)[2]), presence_of(memory)
+    at = memory.presence.moment(memory_use(memory, symbolic.choices, modes)[2])
     found: Counter[tuple[str, Polynomial, Polynomial]] = Counter()
     counted = [(parts_of(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
     counted += [(parts_of(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
     for part, count in ((part, count) for parts, count in counted for part in parts):
-        by_mode = resident(presence, part, at)
+        by_mode = resident(symbolic, part, at)
         mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
         num_bytes = Size.of(by_mode[mode].item()) if by_mode else Size.of(0)
         if num_bytes and part.rows is not None:
@@ -75,7 +76,7 @@ def offloaded_bytes(
     for number, num_bytes, count in found:
         segment = lifetimes.segment[number]
         if num_bytes is not None and num_bytes.item() and modes.get(segment) == OFFLOAD:
-            yield Polynomial.of(num_bytes.item()) * count, copies.exposed(segment) / copies.bytes_per_s
+            yield Polynomial.of(num_bytes.item()) * count, copies.exposed[segment] / copies.bytes_per_s
 
 
 class SymbolicMemory(MemoryModel):
@@ -84,13 +85,20 @@ class SymbolicMemory(MemoryModel):
     def __init__(self, memory: MemoryModel, choices: Sequence[int], sizes: LocalSizes) -> None:
         self.numeric, self.choices, self._sizes = memory, choices, sizes
         space = symbolic_space(memory.space, choices, sizes)
-        super().__init__(space, memory.microbatches, memory.prefetch, lifetimes=memory.lifetimes)
+        tensors = _SymbolicBytes(space, memory.lifetimes, sizes)
+        super().__init__(space, memory.microbatches, memory.prefetch, tensors=tensors)
 
     def uneven(self, rows: ExpertRows, num_bytes: Size) -> Size:
         """Return the bytes of expert rows above an equal share, given the bytes of a share."""
         share = self._sizes.share(rows, self.choices)
         value = math.ceil(self.numeric.space.uneven_share(rows, self.choices) * num_bytes)
         return Size.symbol(f"ceiling(({num_bytes.polynomial})*({share - 1}))", value) if value else Size.of(0)
+
+
+class _SymbolicBytes(TensorBytes):
+    def __init__(self, space: Space, lifetimes: Lifetimes, sizes: LocalSizes) -> None:
+        super().__init__(space, lifetimes)
+        self._sizes = sizes
 
     def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
         key = ("local", id(shape), tuple(layouts), size)  # shapes of other symbols may be equal numbers

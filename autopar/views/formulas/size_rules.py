@@ -46,13 +46,9 @@ def cut(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: st
 
 def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
     """Relate queries (s, d), keys (t, d), values (t, e), a mask (s, t) and outputs (s, e)."""
-    query, key, value, *masks = inputs
-    pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
     mask = call["attn_mask"]
-    if isinstance(mask, TensorInfo) and len(mask.shape) > 1:
-        pairs += [(masks[0][-1], key[-2]), (masks[0][-2], query[-2])]
-    for left, right in pairs:
-        equations.equal(left, right, where)
+    masks = inputs[3:4] if isinstance(mask, TensorInfo) and len(mask.shape) > 1 else ()
+    _attended(equations, inputs, outputs, masks, masks, where)
 
 
 def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
@@ -60,13 +56,17 @@ def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Di
 
     The sinks follow these vectors.
     """
-    query, key, value, *vectors = inputs
+    vectors = [(dims, info.shape[-2:]) for dims, info in zip(inputs[3:], call["vectors"], strict=False)]
+    of_keys = [dims for dims, shape in vectors if shape and shape[-1] > 1]
+    of_queries = [dims for dims, shape in vectors if len(shape) > 1 and shape[-1] == 1 and shape[0] > 1]
+    _attended(equations, inputs, outputs, of_queries, of_keys, where)
+
+
+def _attended(equations: Equations, inputs: Dims, outputs: Dims, of_queries: Dims, of_keys: Dims, where: str) -> None:
+    """Relate the last dims of queries, keys, values and outputs, and masks over queries (…, s, ·) and keys (…, t)."""
+    query, key, value = inputs[:3]
     pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
-    for dims, info in zip(vectors, call["vectors"], strict=False):
-        if info.shape and info.shape[-1] > 1:
-            pairs.append((dims[-1], key[-2]))
-        elif len(info.shape) > 1 and info.shape[-2] > 1:
-            pairs.append((dims[-2], query[-2]))
+    pairs += [(dims[-1], key[-2]) for dims in of_keys] + [(dims[-2], query[-2]) for dims in of_queries]
     for left, right in pairs:
         equations.equal(left, right, where)
 

@@ -81,10 +81,10 @@ def check(plan: Plan, context: PlanContext) -> Verification:
 def _recomputation(context: PlanContext, choices: tuple[int, ...], modes: Mapping[str, str]) -> float:
     """Return the seconds of everything that runs again in the backward, or is copied to the host and back."""
     model = context.memory_model
-    again, space = model.second_forward, model.space
-    total = sum(again.at(edge, choices, modes) for edge in space.edges)
+    again, space = model.backward_seconds_at, model.space
+    total = sum(again(edge, choices, modes) for edge in space.edges)
     for number in range(len(choices)):
-        total += again.at(number, choices, modes) * space.share(space.rows.get(number), choices)
+        total += again(number, choices, modes) * space.share(space.rows.get(number), choices)
     return total
 
 

@@ -82,8 +82,8 @@ def stored(space: Space, weight: str, layout: str, saved: bool) -> list[int]:
 
 def kept_by_one(memory: MemoryModel, choices: Sequence[int]) -> int:
     """Return the bytes that one micro-batch saves from its forward to its backward."""
-    own = sum(int(a[0][c]) for n, c in enumerate(choices) if (a := memory.own(n)) is not None)
-    saved = ((w, memory.edge(w)) for w in memory.space.edges)
+    own = sum(int(a[0][c]) for n, c in enumerate(choices) if (a := memory.saved.own(n)) is not None)
+    saved = ((w, memory.saved.edge(w)) for w in memory.space.edges)
     return own + sum(int(a[0][choices[w.source], choices[w.target]]) for w, a in saved if a is not None)
 
 

@@ -26,10 +26,10 @@ from autopar.costs.memory.moments import (
     MemoryRow,
     Moment,
     Role,
-    moment_of,
 )
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.memory.resident_parts import bytes_in, parts_of
+from autopar.costs.memory.tensor_bytes import TensorBytes
 from autopar.costs.pricing import message_sizes as messages
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.build import build_space
@@ -88,11 +88,11 @@ def test_predicted_activations_are_what_autograd_holds(name: str) -> None:
     memory = MemoryModel(space)
     choices = whole(space)
     _, use, _ = memory_use(memory, choices, {})
-    own = sum(int(arrays[0][c]) for n, c in enumerate(choices) if (arrays := memory.own(n)) is not None)
+    own = sum(int(arrays[0][c]) for n, c in enumerate(choices) if (arrays := memory.saved.own(n)) is not None)
     edges = sum(
         int(arrays[0][choices[w.source], choices[w.target]])
         for w in space.edges
-        if (arrays := memory.edge(w)) is not None
+        if (arrays := memory.saved.edge(w)) is not None
     )
     # A statistic or a mask may be counted at both ends of a chain of views.
     assert held <= own + edges <= held * 1.006
@@ -144,16 +144,16 @@ def test_activations_count_once_in_the_layout_in_which_they_arrive() -> None:
     memory = MemoryModel(space)
     number = space.index["relu_default"]
     strategies = space.decisions[number].candidates.strategies
-    own = memory.own(number)
+    own = memory.saved.own(number)
     assert own is not None
     by_layout = {str(s.outputs[0]): int(b) for s, b in zip(strategies, own[0], strict=True)}
     assert by_layout["I"] == 4 * 16 * 4
     assert by_layout["S(0)"] == by_layout["S(1)"] == 4 * 16 * 2
     assert (
-        memory.own(space.index["linear_default"]) is None
+        memory.saved.own(space.index["linear_default"]) is None
     )  # relu keeps its output, so nobody needs what it was made of
     (edge,) = (w for w in space.edges if w.source == number)
-    arrays = memory.edge(edge)
+    arrays = memory.saved.edge(edge)
     assert arrays is not None
     rows, columns = ([str(x) for x in layouts] for layouts in (space.source_layouts(edge), space.target_layouts(edge)))
     moved = arrays[0][rows.index("S(0)"), columns.index("I")]
@@ -188,7 +188,7 @@ def test_a_weight_that_is_gathered_for_equal_gradients_is_kept() -> None:
     space, choices, number = _stored({"dp": 2}, "S(0)", saved=False)
     (edge,) = (w for w in space.edges if w.source == number)
     memory = MemoryModel(space)
-    arrays, again = memory.edge(edge), _by_role(memory, edge)[Role.GATHERED_AGAIN]
+    arrays, again = memory.saved.edge(edge), _by_role(memory, edge)[Role.GATHERED_AGAIN]
     assert arrays is not None
     found = {}
     for target in (choices[edge.target], whole(space)[edge.target]):
@@ -210,7 +210,7 @@ def test_a_weight_in_parts_is_held_whole_only_where_it_is_kept_and_while_its_lay
         memory = MemoryModel(space)
         (edge,) = (w for w in space.edges if w.source == number)
         ends = choices[edge.source], choices[edge.target]
-        arrays, found = memory.edge(edge), _by_role(memory, edge)
+        arrays, found = memory.saved.edge(edge), _by_role(memory, edge)
         assert arrays is not None
         used[saved] = int(arrays[0][ends]), int(found[Role.GATHERED][ends]), int(found[Role.UNREDUCED][ends])
         assert sum(int(a[choices[number]]) for a in memory.stored(number).values()) == size // 2 * 3
@@ -243,7 +243,7 @@ def test_of_every_pair_of_layouts_it_is_told_whether_a_weight_is_gathered_alone(
     hardware, model = replace(SLOW_DEVICES, links=links), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
     with mock.patch.object(messages, "LARGE", 16 * 64 * 4):
         space = space_of(model, (torch.randn(8, 16),), hardware, dp=2, tp=4)
-        tensors, found = MemoryModel(space), list[float]()
+        tensors, found = MemoryModel(space).tensors, list[float]()
         for edge in space.edges:
             if space.is_weight(edge.source):
                 sources, targets = space.source_layouts(edge), space.target_layouts(edge)
@@ -270,7 +270,7 @@ def test_the_hidden_tensors_of_a_large_vocabulary_are_counted() -> None:
     inputs = torch.empty(shape, device="meta"), torch.empty(shape[0], dtype=torch.int64, device="meta")
     space = space_of(Loss(), inputs)
     number = space.index["cross_entropy_loss_default"]
-    own = MemoryModel(space).own(number)
+    own = MemoryModel(space).saved.own(number)
     assert own is not None
     assert own[0].max() >= shape[0] * shape[1] * 4 and own[0].min() > 0
 
@@ -326,7 +326,7 @@ def test_weights_are_there_twice_while_they_are_gathered_again_and_gradients_whi
     peak, use, moment = memory_use(memory, choices, {})
     whole = {"parameters": 3 * size // 2, "optimizer": 3 * size}
     assert {name: use.parts[name] for name in whole} == whole
-    assert moment_of(memory, moment) == Moment(0, Phase(0, True), REDUCING)
+    assert memory.presence.moment(moment) == Moment(0, Phase(0, True), REDUCING)
     # As they were made and as they are sent, those of the first layer; in parts, all.
     assert use.parts["gradients"] == 2 * 2 * size + 3 * size // 2
     assert peak == sum(use.parts.values())
@@ -349,7 +349,7 @@ def test_the_backward_of_a_loss_works_on_the_gradient_of_its_probabilities() -> 
             return torch.nn.functional.cross_entropy(self.head(x_BD), labels_B)
 
     space = space_of(Loss(), (X_BD, torch.zeros(len(X_BD), dtype=torch.int64)))
-    modes = MemoryModel(space).working(space.index["cross_entropy_loss_default"])
+    modes = MemoryModel(space).saved.working(space.index["cross_entropy_loss_default"])
     assert modes is not None
     (working,) = modes
     assert working is not None
@@ -362,9 +362,10 @@ def test_edges_that_share_their_bytes_have_those_that_each_has_by_itself(family:
     space = build_space(capture(build(), args, kwargs), Mesh({"tp": 2}), load("cpu"))
     memory = MemoryModel(space, offloads=True)
     for edge in space.edges:
-        found, alone = memory.edge(edge), MemoryModel(space, lifetimes=memory.lifetimes).edge(edge)
+        unshared = MemoryModel(space, tensors=TensorBytes(space, memory.lifetimes))
+        found, alone = memory.saved.edge(edge), unshared.saved.edge(edge)
         assert found is alone is None or (found and alone and len(found) == len(alone))
         for ours, theirs in zip(found or (), alone or (), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    arrays = {id(found) for edge in space.edges if (found := memory.edge(edge))}
-    assert len(arrays) < 0.7 * sum(memory.edge(edge) is not None for edge in space.edges), "layers share them"
+    arrays = {id(found) for edge in space.edges if (found := memory.saved.edge(edge))}
+    assert len(arrays) < 0.7 * sum(memory.saved.edge(edge) is not None for edge in space.edges), "layers share them"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.costs.memory.moments import COMPUTING, FORWARD, moment_of
+from autopar.costs.memory.moments import COMPUTING, FORWARD
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InfeasibleError, PlanError
@@ -58,7 +58,7 @@ def test_choices_add_up_to_the_peak_at_its_moment(strategy: str, tiles: int, kin
     memory, choices = context.memory_model, context.choices
     peak, _, moment = memory_use(memory, choices, {})
     assert at_moment(memory, choices, moment) == peak == plan.peak_bytes == plan.reprice().memory["memory"]
-    assert moment_of(memory, moment).kind == kind
+    assert memory.presence.moment(moment).kind == kind
     if strategy == "megatron":  # of the loss: kept gradients, and these scaled
         assert plan.memory is not None
         assert plan.memory.parts["working set"] == (CLASSES // 2 + 2 * RANK_ROWS) * SIZE * 4 + 4

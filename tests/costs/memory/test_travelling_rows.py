@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import KINDS, moment_of, presence_of
+from autopar.costs.memory.moments import KINDS
 from autopar.costs.memory.peak import bytes_by_moment, memory_use
 from autopar.ir.program.effects import EXCHANGES
 from autopar.planning.settings import context_of
@@ -28,7 +28,7 @@ def test_rows_count_twice_during_the_calls_that_run_meanwhile_and_nowhere_else(l
     memory, space = context.memory_model, context.space
     alone = MemoryModel(replace(space, meanwhile={}), memory.microbatches, memory.prefetch)
     found, expected = (bytes_by_moment(each, context.choices, plan.recompute) for each in (memory, alone))
-    moments, places = presence_of(memory).moments, np.zeros(len(memory.lifetimes.calls), dtype=int)
+    moments, places = memory.presence.moments, np.zeros(len(memory.lifetimes.calls), dtype=int)
     during = [space.index[node.name] for nodes in space.meanwhile.values() for node in nodes]
     places[[memory.lifetimes.position[number] for number in during]] = 2 * ROWS
     assert (memory.live is None) == learns and len(space.meanwhile) == 4
@@ -41,7 +41,7 @@ def test_formulas_count_rows_on_their_way() -> None:
     context = context_of(plan)
     peak, _, moment = memory_use(context.memory_model, context.choices, plan.recompute)
     fullest = context.space.decisions[
-        context.memory_model.lifetimes.calls[moment_of(context.memory_model, moment).place]
+        context.memory_model.lifetimes.calls[context.memory_model.presence.moment(moment).place]
     ]
     assert any(fullest.node in nodes for nodes in context.space.meanwhile.values())
     assert reprice(plan, dict(plan.symbols)).memory["memory"] == peak
@@ -51,7 +51,7 @@ def test_without_a_shared_expert_no_rows_count_besides() -> None:
     memory = context_of(planned(Form(num_layers=2), 1e8)).memory_model
     exchanges = [n for n, each in enumerate(memory.space.decisions) if each.node.target in EXCHANGES]
     assert exchanges
-    assert not any(memory.travelling(number) is not None for number in exchanges)
+    assert not any(memory.tensors.travelling(number) is not None for number in exchanges)
 
 
 def test_the_busiest_device_has_more_rows_on_one_side_of_an_exchange() -> None:

@@ -118,8 +118,8 @@ def test_at_prices_of_a_plan_of_the_same_model_one_evaluation_says_that_none_is_
 
 def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backward_begins(space: Space) -> None:
     longer = space_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), (torch.zeros(32, WIDTH),), dp=4)
-    own, other = MemoryModel(space), MemoryModel(longer)
-    names = [[each.space.decisions[n].name for n in each.lifetimes.calls] for each in (own, other)]
+    own, other = MemoryModel(space).presence, MemoryModel(longer).presence
+    names = [each.lifetimes.names for each in (own, other)]
     assert set(names[0]) - set(names[1]) and set(names[0]) & set(names[1])
     for place, name in enumerate(names[0]):
         for kind in (0, 2):
@@ -128,5 +128,5 @@ def test_moments_are_those_of_calls_of_the_same_names_and_else_where_the_backwar
             if name in names[1]:
                 same = kind * len(names[1]) + names[1].index(name)
             assert PricedMemory(row, 2.0).of_the_same_calls(own, other) == PricedMemory(MemoryRow(((same, 3),)), 2.0)
-    several = MemoryModel(longer, Microbatches(4, reduce_each=True))
+    several = MemoryModel(longer, Microbatches(4, reduce_each=True)).presence
     assert PricedMemory(MemoryRow(((0, 1),)), 2.0).of_the_same_calls(own, several) is None

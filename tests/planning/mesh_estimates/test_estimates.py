@@ -7,6 +7,7 @@ import math
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -91,16 +92,24 @@ def test_gradients_of_weights_fill_bubbles_of_one_micro_batch_for_as_long_as_the
     assert found.seconds == pytest.approx(planned(exact, found).seconds, rel=0.03)
 
 
-def test_of_a_candidate_with_many_axes_the_estimate_alone_stays() -> None:
-    def models() -> int:
-        return sum(isinstance(each, MemoryModel) for each in gc.get_objects())
+@pytest.mark.parametrize("has_stages", [False, True])
+def test_of_a_candidate_its_numbers_alone_stay_without_the_cyclic_collector(has_stages: bool) -> None:
+    def large() -> Counter[str]:
+        return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, MemoryModel | Space))
 
-    estimates, _ = estimates_of(None, devices=8, max_axes=3)
-    mesh = next(each for each in estimates.subject.meshes if each.sizes == (2, 2, 2) and "pp" not in each.axes)
+    estimates, exact = estimates_of(None, devices=8, max_axes=3)
+    mesh = next(m for m in estimates.subject.meshes if m.sizes == (2, 2, 2) and ("pp" in m.axes) == has_stages)
     gc.collect()
-    before = models()
-    estimates._try(Candidate(mesh, 1))
-    assert estimates.found[Candidate(mesh, 1)] is not None and models() == before
+    gc.disable()
+    try:
+        before = large()
+        estimates._try(Candidate(mesh, 2 if has_stages else 1))
+        estimate = estimates.found[Candidate(mesh, 2 if has_stages else 1)]
+        assert estimate is not None and large() == before
+        seconds = planned(exact, estimate).seconds
+        assert seconds > 0 and large() == before
+    finally:
+        gc.enable()
 
 
 def test_positions_of_causal_attention_are_zigzag_in_an_estimate_as_in_a_plan() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from autopar.solver.bounds import core
 from autopar.solver.bounds.core import core_of
 from autopar.solver.bounds.domains import consistent
 from autopar.solver.bounds.message_passing import MessagePassing
-from autopar.solver.deadline import after
+from autopar.solver.deadline import NEVER, after
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.oracles import MessageOracle, lower_bound
+from autopar.solver.oracles import EliminationOracle, MessageOracle, lower_bound
 from autopar.solver.presolve.reduced_cost_fixing import remaining
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import solve
@@ -216,6 +218,43 @@ def test_a_bound_that_is_known_takes_no_sweep(monkeypatch: pytest.MonkeyPatch) -
     assert taken and swept[0] == taken
     MessageOracle([problem]).reduced_costs((0.01,), 0.1)
     assert swept[0] == 2 * taken
+
+
+def _with_another_row(seed: int, problem: Problem) -> list[Problem]:
+    rng = np.random.default_rng(seed)
+    nodes = tuple(replace(each, num_bytes=rng.integers(0, 50, each.num_strategies)) for each in problem.nodes)
+    edges = tuple(replace(each, num_bytes=None) for each in problem.edges)
+    return [problem, replace(problem, nodes=nodes, edges=edges)]
+
+
+def test_where_a_row_is_added_messages_go_on_from_those_of_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(0, "cliques", 0.5)
+    assert problem is not None
+    _make_wide(monkeypatch)
+    rows = _with_another_row(0, problem)
+    known = MessageOracle(rows[:1])
+    before, _ = known.least((0.01,))
+    monkeypatch.setattr(oracles, "MAX_SWEEPS", 1)
+    begun, anew = (MessageOracle(rows, known=each).least((0.01, 0.0))[0] for each in (known, None))
+    assert anew < before - CLOSE and begun >= before - CLOSE
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, kind=kinds)
+def test_messages_of_fewer_rows_bound_the_optimum_at_any_prices(seed: int, kind: str) -> None:
+    problem = _problem(seed, kind, 0.5)
+    if problem is None:
+        return
+    rows = _with_another_row(seed, problem)
+    exact = EliminationOracle.of(rows, NEVER, math.inf)
+    assert exact is not None
+    with pytest.MonkeyPatch.context() as patch:
+        _make_wide(patch)
+        known = MessageOracle(rows[:1])
+        known.least((0.01,))
+        more = MessageOracle(rows, known=known)
+        for prices in ((0.01, 0.0), (0.0, 0.02), (0.03, 0.01)):
+            assert more.least(prices)[0] <= exact.least(prices)[0] * (1 + CLOSE) + CLOSE
 
 
 def test_choices_that_are_near_enough_take_fewer_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,9 @@ def test_of_keys_and_values_the_backward_keeps_the_heads_that_are_taken() -> Non
     at = {str(each): place for place, each in enumerate(space.decisions[number].candidates.strategies)}
     size = 2 * POSITIONS * FEATURES * 4
     for position in (1, 2):
-        modes = memory.edge(space.inbound[number, position])
+        modes = memory.saved.edge(space.inbound[number, position])
         assert modes is not None and not modes[0][:, at["q"]].any() and modes[0][0, at["-"]] == 2 * size
-    own = memory.own(number)
+    own = memory.saved.own(number)
     lse = 2 * POSITIONS * 4
     assert own is not None and own[0][at["q"]] == size + lse + 2 * size, "the result, and one head of each"
 
