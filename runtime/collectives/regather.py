@@ -45,7 +45,7 @@ class _Bucket:
     take: Callable[[], ReusedBucket] | None
     """Function that returns tensors to gather into; None if they are made anew."""
     reused: ReusedBucket | None = None
-    """Those that it has returned, while weights are there."""
+    """The tensors that it has returned, while weights are there."""
     uses: int = 0
     """Number of times that a weight, or a view of one, was saved for the backward."""
     requested: int = 0

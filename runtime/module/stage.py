@@ -68,7 +68,7 @@ class Stage(nn.Module):
             self._moved = self._hoisted.weights(*[given[name] for name in self._hoisted.parameters])
         for number, (moved, is_part) in enumerate(zip(self._moved, self._adds_parts, strict=True)):
             dtype = self.executable.program.accumulates(moved.dtype, is_part)
-            leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved.detach(), moved.requires_grad, dtype)
+            leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved, moved.requires_grad, dtype)
             self._parameters[f"weight{number}"] = leaf
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ def _is_leaf(moved: Tensor, dtype: torch.dtype) -> TypeGuard[nn.Parameter]:
 
 
 def leaf_of(values: Tensor, learns: bool, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a weight as micro-batches take it, whose gradient adds up over them in a dtype."""
+    """Return a weight as micro-batches take it, without its graph, whose gradient adds up over them in a dtype."""
     leaf = nn.Parameter(values, requires_grad=learns)
     if learns and dtype != values.dtype:
         leaf.grad_dtype = dtype
