@@ -151,10 +151,11 @@ def _tensor_of(held: object) -> Tensor:
 
 def _unpacked(held: object) -> Tensor:
     """Return the tensor behind a saved handle to autograd, which makes another one of it."""
-    if isinstance(held, Regathered | Tensor):
-        return Regather.unpacked(held)
-    ReusedBucket.empty_left()
-    return _tensor_of(held)
+    if ReusedBucket.left:
+        ReusedBucket.empty_left()
+    if isinstance(held, Tensor):
+        return held
+    return Regather.unpacked(held) if isinstance(held, Regathered) else _tensor_of(held)
 
 
 class Frame:
