@@ -18,6 +18,7 @@ from benchmarks.timed_training import adamw
 NOT_WRITING = frozenset(
     (
         "_unsafe_view",
+        "unflatten_dense_tensors",
         "promote_types",
         "empty",
         "new_empty",

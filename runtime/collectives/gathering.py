@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.runtime.collectives.layout_moves import rows_in_flight, waited_for
 from autopar.runtime.collectives.mesh_axes import Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, sent, unpacked
+from autopar.runtime.collectives.reused_weights import ReusedBucket, ReusedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,13 @@ class InFlight:
     buffers: list[tuple[tuple[int, ...], list[Part], Tensor]] = field(default_factory=list)
     """Positions, how their parts are sent, and the parts of all ranks, one rank after the other."""
 
-    def arrived(self, shaped: bool = True) -> tuple[Tensor, ...]:
+    def arrived(
+        self, shaped: bool = True, reused: ReusedBucket | None = None, positions: Sequence[int] = ()
+    ) -> tuple[Tensor, ...]:
         """Return the weights, once they are there; to be called once, as it frees the buffers.
 
-        Without `shaped`, only their storages are as described (`unpacked`).
+        Without `shaped`, only their storages are as described (`unpacked`). Weights that are `reused` have these
+        `positions` in their bucket.
         """
         axis, sizes = self.recipe.axis, self.recipe.sizes
         whole: list[Tensor | None] = [None] * len(sizes)
@@ -51,9 +55,19 @@ class InFlight:
             message = waited_for(buffer)
             del buffer
             # Each weight has a storage of its own, so that it is freed by itself, and `Regather` knows it by that.
-            found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size, shaped)
-            for i, part, each in zip(numbers, parts, found, strict=True):
-                whole[i] = part.received(each) if part.first and shaped else each
+            into: list[ReusedWeight | None] | None = None
+            at: list[int] = []
+            if reused is not None and len(numbers) > 1 and not any(dims):
+                at = [positions[i] for i in numbers]
+                into = reused.filled(at)
+            found = unpacked(message, shapes, dims, [sizes[i] for i in numbers], axis.size, shaped, into)
+            for i, (part, each) in enumerate(zip(parts, found, strict=True)):
+                if part.first and shaped and (into is None or into[i] is None):
+                    found[i] = part.received(each)
+            if reused is not None and into is not None and shaped and None in into:
+                reused.take_over(at, found, axis.size, [shape.numel() for shape in shapes])
+            for i, each in zip(numbers, found, strict=True):
+                whole[i] = each
         return tuple(whole)  # type: ignore[arg-type]
 
     def __del__(self) -> None:

@@ -30,7 +30,8 @@ from autopar.runtime.collectives.left_running import (
 )
 from autopar.runtime.collectives.mesh_axes import OPEN_RECORDS, Axis, axis_of, count
 from autopar.runtime.collectives.packed_messages import Part, joined, packed, sent
-from autopar.runtime.collectives.regather import Regather
+from autopar.runtime.collectives.regather import Regather, Reuse
+from autopar.runtime.collectives.reused_weights import ReusedBucket
 
 _c10d = torch.ops._c10d_functional
 _all_reduce_in_place = _c10d.all_reduce_.default._op
@@ -163,29 +164,34 @@ def gather_parameters(
     reduce: torch.dtype | None = None,
     layer: int | None = None,
     in_flight: InFlight | None = None,
+    reuse: Reuse | None = None,
 ) -> tuple[Tensor, ...]:
     """S → R for many parameters: one all-gather per dtype, and one reduce-scatter per dtype of their gradients.
 
     `dims` are the split dims, `sizes` their whole sizes; `to` the dtypes to which shards are cast before they are
     gathered, and `reduce` that in which gradients are summed; without them both are as they are. Inside a `Regather`
     block, the weights at the positions `regather` are not saved for the backward but gathered again there; `layer`
-    says ahead of which other layers. What `start_gather` has issued is `in_flight`, and only waited for. Moves the
-    (padded) wholes' bytes per collective.
+    says ahead of which other layers. What `start_gather` has issued is `in_flight`, and only waited for. Weights that
+    the graph says how to `reuse` are gathered into tensors of steps before, where there are some. Moves the (padded)
+    wholes' bytes per collective.
     """
     where = axis_of(axis)
     if where.size == 1:
         return tuple(cast(shards, to))
     recipe, learning = Recipe(where, dims, sizes, to), _learning(shards)
+    # Hooks do not reach into a compiled region; its own partitioner decides what is saved for the backward.
+    watching = Regather.current if regather and not torch.compiler.is_compiling() else None
+    take = watching.bucket(reuse, tuple(learning)) if watching is not None and reuse is not None else None
+    reused = None if take is None else take()
     if learning:
         pending, behind = behind_wait([shards[i] for i in learning], where)
         taken = _replaced(shards, learning, behind)
         gathered = applied_inside(
-            _GatherParameters, pending, recipe, in_flight, tuple(learning), pending, reduce, *taken
+            _GatherParameters, pending, recipe, in_flight, tuple(learning), pending, reduce, reused, *taken
         )
     else:
-        gathered = (in_flight or issued(recipe, shards)).arrived()
-    # Hooks do not reach into a compiled region; its own partitioner decides what is saved for the backward.
-    if regather and not torch.compiler.is_compiling() and Regather.current is not None:
+        gathered = (in_flight or issued(recipe, shards)).arrived(True, reused, range(len(shards)))
+    if watching is not None:
         again = Recipe(
             where,
             tuple(dims[i] for i in regather),
@@ -193,7 +199,7 @@ def gather_parameters(
             [to[i] for i in regather] if to else (),
         )
         weights = tuple([gathered[i] for i in regather])
-        Regather.current.watch(again, _values(shards, regather), weights, layer)
+        watching.watch(again, regather, _values(shards, regather), weights, layer, take, reused)
     return gathered
 
 
@@ -242,12 +248,13 @@ class _GatherParameters(torch.autograd.Function):
         learning: tuple[int, ...],
         pending: Pending | None,
         reduce: torch.dtype | None,
+        reused: ReusedBucket | None,
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.reduce, ctx.exact = recipe.axis, pending, reduce, {}
         ctx.parts, ctx.dtypes = sent(shards, recipe.dims), [x.dtype for x in shards]
-        whole = (in_flight or issued(recipe, shards)).arrived()
+        whole = (in_flight or issued(recipe, shards)).arrived(True, reused, range(len(shards)))
         if len(learning) < len(whole):
             ctx.mark_non_differentiable(*(x for i, x in enumerate(whole) if i not in learning))
         return whole
@@ -257,7 +264,7 @@ class _GatherParameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if ctx.exact:
             grads = tuple(ctx.exact.pop(i, grad) for i, grad in enumerate(grads))
-        return None, None, None, None, None, *_scattered(ctx, grads)
+        return None, None, None, None, None, None, *_scattered(ctx, grads)
 
 
 @called_directly
@@ -288,6 +295,7 @@ class _UseGathered(torch.autograd.Function):
 
 def _scattered(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return this rank's parts of the sums of gradients of gathered parameters."""
+    ReusedBucket.empty_left()  # before messages take their room
     scattered: list[Tensor | None] = [None] * len(grads)
     size = ctx.axis.size
     for dtype, group in by_dtype(grads).items():

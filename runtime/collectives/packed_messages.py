@@ -20,8 +20,10 @@ from torch import Tensor
 
 from autopar.runtime.collectives.layout_moves import is_eager, padded
 from autopar.runtime.collectives.rank_parts import by_rank
+from autopar.runtime.collectives.reused_weights import ReusedWeight
 
 _flatten_dense_tensors = torch._C._nn.flatten_dense_tensors  # pyright: ignore[reportAttributeAccessIssue]
+_unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,16 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype, *, writes: bool) -> Te
     if eager and not is_cast:
         with torch._C._AutoDispatchBelowAutograd():  # one call in the place of a view for each
             return _flatten_dense_tensors(tensors)
-    flat = [each if each.ndim == 1 else each.reshape(-1) for each in tensors]
     if not is_cast:
-        return torch.cat(flat)
-    sizes = [each.numel() for each in flat]
-    message = flat[0].new_empty(sum(sizes), dtype=dtype)
-    torch._foreach_copy_(message.split(sizes), flat)  # pyright: ignore[reportPrivateImportUsage]
+        return torch.cat([each.reshape(-1) for each in tensors])
+    message = tensors[0].new_empty(sum(each.numel() for each in tensors), dtype=dtype)
+    if eager:
+        with torch._C._AutoDispatchBelowAutograd():
+            targets = _unflatten_dense_tensors(message, tensors)
+    else:
+        parts = message.split([each.numel() for each in tensors])
+        targets = [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    torch._foreach_copy_(list(targets), list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return message
 
 
@@ -136,21 +142,24 @@ def unpacked(
     sizes: Sequence[int],
     num_ranks: int,
     shaped: bool = True,
+    into: Sequence[ReusedWeight | None] | None = None,
 ) -> list[Tensor]:
     """Return the wholes whose parts have these shapes, `sizes` long in their split dims, each in its own storage.
 
     The storage of one that is split in dim 0 is that of the message. Without `shaped`, the wholes may have any shape
-    and be longer: their elements lie in their storages as they would otherwise.
+    and be longer: their elements lie in their storages as they would otherwise. Wholes split in dim 0 may be copied
+    `into` tensors that are there.
     """
-    rows = message.view(num_ranks, -1)
     if len(parts) == 1 and dims[0] == 0:
-        return [rows.view(-1, *parts[0][1:]).narrow(0, 0, sizes[0])] if shaped else [rows]
+        if not shaped:
+            return [message]
+        whole = message.view(-1, *parts[0][1:])
+        return [whole if whole.shape[0] == sizes[0] else whole.narrow(0, 0, sizes[0])]
+    rows = message.view(num_ranks, -1)
     numbers = [part.numel() for part in parts]
     eager = is_eager() and not any(dims)
-    if eager and not shaped:
-        wholes = [rows.new_empty((num_ranks, number)) for number in numbers]
-        torch.split_with_sizes_copy(rows, numbers, 1, out=wholes)
-        return wholes
+    if eager and (not shaped or into is not None):
+        return _copied(rows, parts, numbers, sizes, shaped, into or [None] * len(parts))
     wholes = [
         rows.new_empty((*part[:dim], part[dim] * num_ranks, *part[dim + 1 :]))
         for part, dim in zip(parts, dims, strict=True)
@@ -165,3 +174,29 @@ def unpacked(
         each if each.shape[dim] == size else each.narrow(dim, 0, size).contiguous()
         for each, dim, size in zip(wholes, dims, sizes, strict=True)
     ]
+
+
+def _copied(
+    rows: Tensor,
+    parts: Sequence[torch.Size],
+    numbers: Sequence[int],
+    sizes: Sequence[int],
+    shaped: bool,
+    into: Sequence[ReusedWeight | None],
+) -> list[Tensor]:
+    """Return wholes that are split in dim 0, in tensors that are there or in new ones."""
+    wholes: list[Tensor] = []
+    targets: list[Tensor] = []
+    for part, number, size, there in zip(parts, numbers, sizes, into, strict=True):
+        if there is not None:
+            target, whole = there.rows, there.weight if shaped else there.rows
+        elif shaped:
+            whole = rows.new_empty((part[0] * rows.shape[0], *part[1:]))
+            target = whole.view(rows.shape[0], -1)
+            whole = whole if whole.shape[0] == size else whole.narrow(0, 0, size)
+        else:
+            target = whole = rows.new_empty((rows.shape[0], number))
+        targets.append(target)
+        wholes.append(whole)
+    torch.split_with_sizes_copy(rows, numbers, 1, out=targets)
+    return wholes

@@ -31,28 +31,24 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Numbers of rows that go to each rank of an axis and come from it; counted as `num_bytes`."""
+    """Numbers of rows that go to each rank of an axis and come from it; counted as `num_bytes`. Gradients go back."""
 
     sent: Sequence[Any]
     got: Sequence[Any]
     axis: Axis
     num_bytes: int
 
-    @property
-    def back(self) -> Way:
-        """The way of gradients."""
-        return Way(self.got, self.sent, self.axis, self.num_bytes)
-
-    def begin(self, x: Tensor) -> Tensor:
-        """Return the rows from all ranks, on their way."""
+    def begin(self, x: Tensor, back: bool = False) -> Tensor:
+        """Return the rows from all ranks, on their way (`back`)."""
         if OPEN_RECORDS:
             count("all_to_all", self.axis, self.num_bytes)
-        sizes = list(self.got), list(self.sent)
+        got, sent = list(self.got), list(self.sent)
+        sizes = (sent, got) if back else (got, sent)
         return below_autograd(_c10d.all_to_all_single.default, x.contiguous(), *sizes, self.axis.group)
 
-    def take(self, x: Tensor) -> Tensor:
-        """Return the rows from all ranks, without a gradient."""
-        return waited_for(self.begin(x))
+    def take(self, x: Tensor, back: bool = False) -> Tensor:
+        """Return the rows from all ranks, without a gradient; with `back` those that go the other way."""
+        return waited_for(self.begin(x, back))
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +81,7 @@ def exchanged(x: Tensor, way: Way) -> Tensor:
 
 def leaving(x: Tensor, way: Way) -> Travelling:
     """Begin `exchanged`; `arrived` returns the rows."""
-    gradients = Travelling(way.back)
+    gradients = Travelling(way)
     return Travelling(way, applied(_Leave, x, way, gradients), gradients)
 
 
@@ -107,7 +103,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.way.back.take(grad), None
+        return ctx.way.take(grad, back=True), None
 
 
 @called_directly
@@ -122,7 +118,7 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         coming = ctx.gradients.taken()
-        return ctx.way.back.take(grad) if coming is None else waited_for(coming), None, None
+        return ctx.way.take(grad, back=True) if coming is None else waited_for(coming), None, None
 
 
 @called_directly
@@ -136,5 +132,5 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.gradients.rows = ctx.gradients.way.begin(grad)
+        ctx.gradients.rows = ctx.gradients.way.begin(grad, back=True)
         return grad, None  # `_Leave` takes those that are on their way

@@ -21,7 +21,8 @@ halves as they are: its graphs end where the host reads, anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from autopar.ir.program.operators.capacity import padded_rows
 from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 from autopar.ir.program.operators.expert_operators import (
+    GroupedProduct,
     Home,
     PaddedHome,
     PaddedTake,
@@ -41,11 +43,12 @@ from autopar.ir.program.operators.expert_operators import (
     sorted_slots,
 )
 from autopar.ir.sharding.mesh import joined_name
-from autopar.runtime.collectives.direct import applied
-from autopar.runtime.collectives.mesh_axes import Axes, Axis, axes_of, axis_of, num_parts_of
+from autopar.runtime.collectives.direct import applied, applied_eagerly
+from autopar.runtime.collectives.mesh_axes import Axes, Axis, axis_of, num_parts_of
 from autopar.runtime.implementations.exchanges import Travelling, Way, arrived, exchanged, leaving
 from autopar.runtime.ranks.uncompiled import uncompiled
 
+_SIZE = operator.attrgetter("size")
 EXPERTS = "x"
 FEATURES = "d"
 _Dispatched = tuple[Any, Tensor | None, Tensor, Tensor, Tensor, Tensor]
@@ -66,26 +69,33 @@ class _Experts:
     kept: tuple[Axis, ...]
     """The axes that split experts alone: of their ranks, each keeps the rows of its own."""
     num_experts: int
+    per_block: int
+    """Number of experts of a block."""
+    num_copies: int
+    """Number of ranks that see the same tokens."""
 
     @classmethod
     def of(cls, axes: Axes, num_experts: int) -> _Experts:
-        of_experts, travelled, kept = axes_of(axes.get(EXPERTS, ())), (), ()
-        for axis in of_experts:  # loops, because every layer does this thrice, and comprehensions are calls of Python
+        of_experts, travelled, kept = (), (), ()
+        num_blocks = num_copies = 1
+        for each in axes.get(EXPERTS, ()):  # loops, because every layer does this, and comprehensions are calls
+            axis = axis_of(each)
+            if axis.size == 1:
+                continue
+            of_experts += (axis,)
+            num_blocks *= axis.size
             for factor, names in axes.items():
                 if factor not in (EXPERTS, FEATURES) and axis.name in names:
                     travelled += (axis,)
                     break
             else:
                 kept += (axis,)
-        return cls(of_experts, travelled, kept, num_experts)
+                num_copies *= axis.size
+        return cls(of_experts, travelled, kept, num_experts, num_experts // num_blocks, num_copies)
 
     def pads(self, padded: float | None, dropping: bool) -> bool:
         """Return whether rows are padded: those of whole experts are as many as slots, unless some are dropped."""
         return padded is not None and (bool(self.axes) or dropping)
-
-    @property
-    def per_block(self) -> int:
-        return self.num_experts // num_parts_of(self.axes)
 
     @property
     def link(self) -> Axis:
@@ -109,7 +119,7 @@ class _Experts:
 
     def reached(self, counts_E: Tensor) -> Tensor:
         """Select from the counts of all experts those that this rank's rows may go to: one row per destination."""
-        blocks = counts_E.view(*(axis.size for axis in self.axes), self.per_block)
+        blocks = counts_E.view(*map(_SIZE, self.axes), self.per_block)
         for dim, axis in enumerate(self.axes):
             if axis in self.kept:
                 mine = torch.zeros(1, dtype=torch.int64, device=counts_E.device) + axis.rank
@@ -182,11 +192,11 @@ def _dispatched(
         kept = experts.is_reached(index)
         rows, ids, route = some_rows(x, index, num_experts, kept, kept.sum().item())
     else:
-        rows, ids, route = all_rows(x, index)
+        rows, ids, route = all_rows(x, index, applied)
     sent = experts.reached(count_rows(ids, num_experts))
     if not experts.travelled:
         return rows, None, sent, ids % experts.per_block, route, torch.zeros(2, 1, dtype=torch.int64)
-    link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // num_parts_of(experts.kept)
+    link, num_bytes = experts.link, index.numel() * x.shape[-1] * x.itemsize // experts.num_copies
     ones = [1] * link.size
     got = Way(ones, ones, link, sent.numel() * sent.itemsize).take(sent)
     splits = torch.stack([sent.sum(1), got.sum(1)]).cpu()
@@ -235,7 +245,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, *, axes: Axes, size
 
     Moves nothing.
     """
-    return torch.ops.autopar.grouped_mm(rows, weight, counts.view(-1, weight.shape[0]).sum(0))
+    counts = counts.view(-1, weight.shape[0]).sum(0)
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.autopar.grouped_mm(rows, weight, counts)
+    return applied_eagerly(GroupedProduct, rows, weight, counts)
 
 
 def of_expert(values: Tensor, ids: Tensor, counts: Tensor, *, axes: Axes, sizes: Mapping[str, int]) -> Tensor:
@@ -262,8 +275,9 @@ def combine(
 
     Moves, if rows travel, T · K · D bytes forward and backward by all-to-all.
     """
-    rows = _sent_home(rows, route, counts, splits, padded, axes, sizes, exchanged)
-    return _added(rows, weights, route, dropping, padded, axes, sizes)
+    experts = _Experts.of(axes, sizes[EXPERTS])
+    rows = _sent_home(rows, route, counts, splits, padded, experts, exchanged)
+    return _added(rows, weights, route, dropping, padded, experts)
 
 
 @uncompiled
@@ -280,7 +294,7 @@ def start_combine(
     sizes: Mapping[str, int],
 ) -> Travelling | Tensor:
     """Begin `combine`: rows travel until `end_combine`."""
-    return _sent_home(rows, route, counts, splits, padded, axes, sizes, leaving)
+    return _sent_home(rows, route, counts, splits, padded, _Experts.of(axes, sizes[EXPERTS]), leaving)
 
 
 @uncompiled
@@ -295,7 +309,7 @@ def end_combine(
     sizes: Mapping[str, int],
 ) -> Tensor:
     """Return the result of `combine`, once rows have arrived."""
-    return _added(started, weights, route, dropping, padded, axes, sizes)
+    return _added(started, weights, route, dropping, padded, _Experts.of(axes, sizes[EXPERTS]))
 
 
 def _added(
@@ -304,10 +318,8 @@ def _added(
     route: Tensor,
     dropping: bool,
     padded: float | None,
-    axes: Axes,
-    sizes: Mapping[str, int],
+    experts: _Experts,
 ) -> Tensor:
-    experts = _Experts.of(axes, sizes[EXPERTS])
     home = PaddedHome if experts.pads(padded, dropping) else PartHome if experts.kept or dropping else Home
     given = arrived(started), None if weights is None else weights.flatten(0, -2), route.flatten(0, -2)
     y = applied(home, *given)
@@ -320,18 +332,16 @@ def _sent_home(
     counts: Tensor,
     splits: Tensor,
     padded: float | None,
-    axes: Axes,
-    sizes: Mapping[str, int],
+    experts: _Experts,
     exchange: _Exchange,
 ) -> Any:
-    experts = _Experts.of(axes, sizes[EXPERTS])
     if not experts.travelled:
         return rows
     order = getattr(counts, "order", None)
     if order is None:
         _, order = _sorted(counts, rows.shape[0])
     if padded is None:
-        num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // num_parts_of(experts.kept)
+        num_bytes = route.numel() * rows.shape[-1] * rows.itemsize // experts.num_copies
         sent, got = _host(splits)
     else:
         num_bytes = rows.numel() * rows.itemsize
@@ -357,8 +367,8 @@ def _sorted(counts: Tensor, num_rows: Any) -> tuple[Tensor, Tensor]:
     return ids, order
 
 
-def _host(splits: Tensor) -> list[list[Any]]:
-    return [list(each) for each in splits.tolist()]
+def _host(splits: Tensor) -> Iterable[list[Any]]:
+    return map(list, splits.tolist())
 
 
 @called_directly

@@ -100,7 +100,7 @@ class ParallelModule(Graphable, StoredModule[Executable]):
             with self._watch:
                 executable, inputs = self._entered(args, kwargs)
                 random = self.random_state.begin(executable.draws)
-                with Surroundings(executable, random):
+                with Surroundings(executable, random, self._shared[executable].gathered):
                     runner = executable.graph.runner(self.compilation, bool(compiler))
                     outputs = runner(*inputs) if compiler is None else called_below(compiler, runner, *inputs)
                 self.random_state.end()

@@ -22,6 +22,7 @@ from autopar.ir.program.python_state import PythonState
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
 from autopar.runtime.collectives.mesh_axes import Axis, axes_on, gathering_groups, join_axes, put_axes
 from autopar.runtime.collectives.regather import Regather
+from autopar.runtime.collectives.reused_weights import ReusedBuckets
 from autopar.runtime.implementations.randomness import Randomness, put_randomness
 from autopar.runtime.module.inputs import Arguments, local_input
 from autopar.runtime.module.parameters import SharedParts, local_parts
@@ -32,7 +33,7 @@ from autopar.runtime.recompute.graph import RankGraph
 from autopar.runtime.recompute.random_state import generators_of_first_rank
 from autopar.runtime.rewrite.layers import in_layers
 from autopar.runtime.rewrite.per_rank_graph import LocalProgram
-from autopar.runtime.rewrite.prefetch import fetched_ahead
+from autopar.runtime.rewrite.prefetch import emptied_after_use, fetched_ahead
 
 
 def gathering_axes(plan: Plan) -> tuple[str, ...]:
@@ -45,7 +46,8 @@ def gathering_axes(plan: Plan) -> tuple[str, ...]:
 
 def graph_of(module: fx.GraphModule, program: Program, plan: Plan) -> RankGraph:
     """Return a per-rank graph of a program, with its weights fetched ahead as the plan says."""
-    return RankGraph(module, bool(program.python.hooks), in_layers, fetched_ahead(module, plan.prefetch))
+    ahead = fetched_ahead(module, plan.prefetch)
+    return RankGraph(module, bool(program.python.hooks), in_layers, ahead, emptied_after_use(ahead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +220,14 @@ class Executable:
 class Surroundings:
     """The surroundings of a graph: the mesh, the seed of this step, no autocast (its casts are in the graph).
 
-    Entered in every step, so that only what a graph needs costs calls.
+    Entered in every step, so that only what a graph needs costs calls. Weights that are gathered again are those of
+    `buckets`.
     """
 
-    __slots__ = ("_before", "_executable", "_others", "_random")
+    __slots__ = ("_before", "_buckets", "_executable", "_others", "_random")
 
-    def __init__(self, executable: Executable, random: Randomness) -> None:
-        self._executable, self._random = executable, random
+    def __init__(self, executable: Executable, random: Randomness, buckets: ReusedBuckets | None = None) -> None:
+        self._executable, self._random, self._buckets = executable, random, buckets
 
     def __enter__(self) -> None:
         executable, random = self._executable, self._random
@@ -236,7 +239,7 @@ class Surroundings:
         if torch.is_autocast_enabled(executable.device):
             others.append(torch.autocast(executable.device, enabled=False))
         if executable.graph.regathers and torch.is_grad_enabled():
-            others.append(Regather(executable.plan.prefetch))
+            others.append(Regather(executable.plan.prefetch, self._buckets))
         self._before = put_axes(executable.axes), put_randomness(random)
         self._others: contextlib.ExitStack | None = None
         if others:

@@ -21,6 +21,7 @@ from autopar.ir.program.operators.derivatives import called_directly, once_diffe
 from autopar.ir.sharding.layout import Layout
 from autopar.runtime.collectives.direct import applied_eagerly
 from autopar.runtime.collectives.left_running import LAST, Pending, Wait, run_at_once, share_reductions
+from autopar.runtime.collectives.reused_weights import ReusedBuckets
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)
@@ -179,6 +180,7 @@ class SharedParts:
         self._places: list[object] | None = None
         self._taken: dict[int, torch.Tensor] = {}
         self._reductions = Pending()
+        self.gathered = ReusedBuckets()
 
     def of(self, parameters: Sequence[torch.Tensor], waits: bool) -> dict[int, torch.Tensor]:
         """Return the part of each parameter, by its `id`, but for those whose gradients a hook takes one by one.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.ir.program.effects import constant_placeholders
 from autopar.runtime.collectives.moved_gradients import MovedGradients
+from autopar.runtime.collectives.reused_weights import ReusedBuckets
 from autopar.runtime.module.executable import Executable, Surroundings, graph_of
 from autopar.runtime.module.inputs import Arguments
 from autopar.runtime.module.loss_scale import with_scaled_gradient
@@ -50,6 +51,7 @@ class Stage(nn.Module):
         self._moved: tuple[Tensor, ...] = ()
         self._gradients: MovedGradients | None = None
         self._microbatches: Sequence[Arguments] = ()
+        self._gathered = ReusedBuckets()
         self._first_step = 0
         self._sums = Sums(executable.mesh)
         self.compiler: Any = None
@@ -66,7 +68,7 @@ class Stage(nn.Module):
             self._moved = self._hoisted.weights(*[given[name] for name in self._hoisted.parameters])
         for number, (moved, is_part) in enumerate(zip(self._moved, self._adds_parts, strict=True)):
             dtype = self.executable.program.accumulates(moved.dtype, is_part)
-            leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved.detach(), moved.requires_grad, dtype)
+            leaf = moved if _is_leaf(moved, dtype) else leaf_of(moved, moved.requires_grad, dtype)
             self._parameters[f"weight{number}"] = leaf
 
     def forward(self, *received: Tensor) -> tuple[Any, ...]:
@@ -102,6 +104,7 @@ class Stage(nn.Module):
     def abandon(self) -> None:
         """Let go of what a step holds."""
         self._moved, self._microbatches, self._gradients = (), (), None
+        self._gathered = ReusedBuckets()  # their weights refer to the leaves
         self._parameters.clear()
 
     def _constants_of(self, root: nn.Module) -> dict[str, Tensor]:
@@ -114,7 +117,8 @@ class Stage(nn.Module):
         return [leaf for leaf in self._parameters.values() if leaf is not None]
 
     def _surroundings(self, microbatch: int) -> Any:
-        return Surroundings(self.executable, self._random_state.at(self._first_step + microbatch))
+        random = self._random_state.at(self._first_step + microbatch)
+        return Surroundings(self.executable, random, self._gathered)
 
 
 def _is_leaf(moved: Tensor, dtype: torch.dtype) -> TypeGuard[nn.Parameter]:
@@ -129,7 +133,7 @@ def _is_leaf(moved: Tensor, dtype: torch.dtype) -> TypeGuard[nn.Parameter]:
 
 
 def leaf_of(values: Tensor, learns: bool, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a weight as micro-batches take it, whose gradient adds up over them in a dtype."""
+    """Return a weight as micro-batches take it, without its graph, whose gradient adds up over them in a dtype."""
     leaf = nn.Parameter(values, requires_grad=learns)
     if learns and dtype != values.dtype:
         leaf.grad_dtype = dtype

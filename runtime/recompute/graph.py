@@ -58,16 +58,19 @@ class RankGraph:
         has_hooks: bool,
         in_layers: InLayers,
         ahead: fx.GraphModule | None = None,
+        eager: fx.GraphModule | None = None,
     ) -> None:
         """`has_hooks`: whether the model's forward registers gradient hooks.
 
         `ahead` is the graph as it runs where it issues gathers itself: torch.compile does where it has all of it.
+        `eager` is the same where nothing is compiled.
         """
         self.module = module
         self.ahead = module if ahead is None else ahead
+        self._eager = self.ahead if eager is None else eager
         self._has_hooks = has_hooks
         self._in_layers = in_layers
-        self._steps = steps_of(self.ahead.graph)
+        self._steps = steps_of(self._eager.graph)
         self.regathers = any(node.kwargs.get("regather") for node in module.graph.nodes)
         """True if some gathered weights are freed after use and gathered again in the backward."""
         self._compiled: dict[tuple[Compilation, bool], Callable[..., Any]] = {}
@@ -109,7 +112,7 @@ class RankGraph:
 
     @cached_property
     def _code(self) -> Callable[..., Any]:
-        return code_of(self.ahead)
+        return code_of(self._eager)
 
     def _as_compiled(self, learns: bool) -> fx.GraphModule:
         return self._regions if learns and (self._steps.recomputes or self.regathers) else self.module

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from autopar.runtime.collectives.layout_moves import Travelling
 from autopar.runtime.collectives.mesh_axes import current_axes, use_axes
 from autopar.runtime.collectives.regather import Regather, Regathered, saving_node
+from autopar.runtime.collectives.reused_weights import ReusedBucket
 from autopar.runtime.implementations.randomness import randomness, use_randomness
 from autopar.runtime.recompute.generators import generators_at, states_of
 from autopar.runtime.recompute.marks import CHANGED, Mark
@@ -79,7 +80,7 @@ class Claims(torch.autograd.graph.saved_tensors_hooks):
     """Inside the block, what calls of a recomputed segment save is claimed; all else is saved as by `Regather`."""
 
     def __init__(self) -> None:
-        super().__init__(self._pack, _tensor_of)
+        super().__init__(self._pack, _unpacked)
         self._saving: _Saving | None = None
         self.hold_saved: Callable[[Tensor], object] | None = None
         """Function that saves the tensors of calls whose segment is not recomputed; None: as all others."""
@@ -146,6 +147,15 @@ def _tensor_of(held: object) -> Tensor:
     if isinstance(held, Handle):
         return held.tensor()
     return held.frame.meet(held) if isinstance(held, _Claim) else Regather.given_back(held)
+
+
+def _unpacked(held: object) -> Tensor:
+    """Return the tensor behind a saved handle to autograd, which makes another one of it."""
+    if ReusedBucket.left:
+        ReusedBucket.empty_left()
+    if isinstance(held, Tensor):
+        return held
+    return Regather.unpacked(held) if isinstance(held, Regathered) else _tensor_of(held)
 
 
 class Frame:

@@ -14,7 +14,9 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autopar.ir.program.calls import is_cast
 from autopar.runtime.collectives.gathering import start_gather
@@ -25,8 +27,13 @@ from autopar.runtime.collectives.gradient_buckets import (
     reduce_gradients,
     use_gathered,
 )
+from autopar.runtime.collectives.regather import empty_weights
+from autopar.runtime.recompute.marks import role_of
 from autopar.runtime.recompute.unmixed import NUM_BEFORE
+from autopar.runtime.rewrite.hoist import VIEWS
 
+COMPUTING = frozenset(("linear", "matmul", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d"))
+"""Operations that PyTorch makes of others, and whose result is never what they take."""
 LAYER = "layer"
 """The key in a call's meta of the number of the layer whose weights it works on, or moves; absent where it has none."""
 _MOVES: tuple[Callable[..., Any], ...] = (cast_weights, gather_parameters, reduce_gradients, start_gather, use_gathered)
@@ -145,3 +152,65 @@ def _casts_of(part: fx.Node) -> Iterator[fx.Node]:
         source: Any = part.args[0]
         yield from _casts_of(source)
         yield part
+
+
+def emptied_after_use(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a per-rank graph that frees weights after their last use, if the backward gathers their bucket again.
+
+    Their gathers may then fill the tensors that others of other steps have made.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    last: dict[fx.Node, list[fx.Node]] = {}
+    runs_again = any(role_of(node) is not None for node in graph.nodes)
+    for number, gather in enumerate(node for node in place if node.kwargs.get("regather")):
+        reused = []
+        for weight in gather.users:
+            # A segment that is computed again begins with what the plan saves.
+            saved = runs_again and weight.args[1] not in gather.kwargs["regather"]  # type: ignore[operator]
+            use = None if saved or weight.target is not operator.getitem else _last_use(weight, place)
+            if use is not None:
+                last.setdefault(use, []).append(weight)
+                reused.append(weight.args[1])
+        if reused:
+            gather.kwargs = {**gather.kwargs, "reuse": (number, tuple(reused))}
+    for use, weights in last.items():
+        with graph.inserting_after(use):
+            graph.call_function(empty_weights, tuple(weights)).meta = {
+                "module": use.meta.get("module", ""),
+                "layout": None,
+            }
+    graph.lint()
+    return fx.GraphModule(module, graph, type(module).__name__) if last else module
+
+
+def _last_use(weight: fx.Node, place: dict[fx.Node, int]) -> fx.Node | None:
+    """Return the last call that takes a weight or a view of it; None if something may be the weight later on."""
+    last, waiting = weight, [weight]
+    while waiting:
+        for user in waiting.pop().users:
+            if _views(user):
+                waiting.append(user)
+            elif not _computes(user):
+                return None
+            last = max(last, user, key=place.__getitem__)
+    return last
+
+
+def _views(node: fx.Node) -> bool:
+    if node.target is operator.getitem or node.target in VIEWS:
+        return True
+    results = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in results)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Return whether a call gives tensors of its own: never what it takes, as a dropout in evaluation does."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return getattr(target, "__module__", "").startswith("autopar.runtime.implementations.")
+    if any(each.alias_info is not None for each in target._schema.returns) or target.namespace != "aten":
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return not composite or target._opname in COMPUTING

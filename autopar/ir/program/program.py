@@ -11,6 +11,7 @@ Every node carries
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -158,8 +159,12 @@ class Program:
 
         If each micro-batch reduces its own (`is_reduced`), the sums are small parts, and stay in float32, or wider.
         """
-        wide = torch.promote_types(used, torch.float32)
-        return wide if is_reduced else self.accumulated or wide
+        return _wide(used) if is_reduced else self.accumulated or _wide(used)
+
+
+@functools.cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _named(leaf: Any, index: Mapping[fx.Node, int]) -> Any:

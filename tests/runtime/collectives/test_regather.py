@@ -58,9 +58,9 @@ def _logged(log: list[str]) -> Iterator[None]:
         log.append(f"issue {len(recipe.dims) - 1}")
         return issued(recipe, parts)
 
-    def arrive(self: InFlight, shaped: bool = True) -> tuple[Tensor, ...]:
+    def arrive(self: InFlight, *arguments: Any) -> tuple[Tensor, ...]:
         log.append(f"arrive {len(self.recipe.dims) - 1}")
-        return arrived(self, shaped)
+        return arrived(self, *arguments)
 
     with mock.patch.object(regather, "issued", issue), mock.patch.object(InFlight, "arrived", arrive):
         yield

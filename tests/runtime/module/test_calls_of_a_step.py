@@ -1,4 +1,4 @@
-"""Calls of Python in a step: no more than those of DDP, though every call is checked."""
+"""Calls of Python and operations in a step: no more than those of its peers, though every call is checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from benchmarks.step_counts import Counts, counted
-from benchmarks.step_operations import MACHINE, Setting, ddp, ours
+from benchmarks.step_operations import CASES, MACHINE, Setting, ddp, ours
 from benchmarks.transformer_model import Size, batch, transformer
 from tests.support.simulation.fake_mesh import fake_mesh
 
@@ -49,6 +49,24 @@ def test_a_step_that_computes_again_runs_no_more_operations_than_with_ddp() -> N
             phases, _ = counted(build(Setting(8, None, "full", SIZE), devices))
         found.append(sum(phases.values(), Counts()).operations)
     assert found[0] <= found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "is_counted"),
+    [
+        ("zero3", None, ("operations", "calls")),
+        ("hsdp", "bf16-mixed", ("operations", "calls")),
+        ("expert_data", "bf16-mixed", ("calls",)),
+    ],
+)
+def test_a_step_runs_no_more_than_with_a_peer(name: str, precision: str | None, is_counted: tuple[str, ...]) -> None:
+    (case,) = (each for each in CASES if each.name == name)
+    found = []
+    for build in (case.ours, case.theirs):
+        with fake_mesh(case.axes(8)) as devices:
+            phases, _ = counted(build(Setting(8, precision, "none", SIZE), devices))
+        found.append(sum(phases.values(), Counts()))
+    assert all(getattr(found[0], each) <= getattr(found[1], each) for each in is_counted)
 
 
 def test_one_node_waits_for_the_gradients_of_all_plain_parameters() -> None:

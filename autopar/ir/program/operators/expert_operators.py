@@ -21,13 +21,14 @@ graph, `runtime.implementations.experts` runs them on ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from autopar.ir.program.operators.derivatives import once_differentiable
+from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 
 OTHER_GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 """The names of the grouped products that models call; that of transformers need not be there."""
@@ -195,11 +196,18 @@ def _slots_of(route_TK: Tensor, num_rows: Any) -> Tensor:
     return slots[slots.shape[0] - num_rows :]
 
 
-def all_rows(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a row for every slot: rows, the expert of each, and the row of every slot."""
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
+def all_rows(x: Tensor, index: Tensor, apply: Callable[..., Any] = _apply) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a row for every slot: rows, the expert of each, and the row of every slot.
+
+    `apply` is how functions of autograd are called.
+    """
     ids, slots = sorted_slots(index)
     route = inverted(slots).view(index.shape)
-    return Take.apply(x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2)), ids, route
+    return apply(Take, x.reshape(-1, x.shape[-1]), slots, route.flatten(0, -2)), ids, route
 
 
 def some_rows(x: Tensor, index: Tensor, num_experts: int, kept: Tensor, num_rows: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,6 +299,28 @@ def _fake_grouped_mm_backward(
 ) -> tuple[Tensor, Tensor]:
     none = grad.new_empty(0)
     return rows.new_empty(rows.shape) if of_rows else none, weight.new_empty(weight.shape) if of_weight else none
+
+
+@called_directly
+class GroupedProduct(torch.autograd.Function):
+    """`autopar.grouped_mm`, whose formula PyTorch would call through more code in Python than it has itself."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, weight, counts)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.autopar.grouped_mm.default._op(rows, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight, counts = ctx.saved_tensors
+        of_rows, of_weight = ctx.needs_input_grad[:2]
+        with torch._C._AutoDispatchBelowAutograd():
+            backward = torch.ops.autopar.grouped_mm_backward.default._op
+            grad_rows, grad_weight = backward(grad, rows, weight, counts, of_rows, of_weight)
+        return grad_rows if of_rows else None, grad_weight if of_weight else None, None
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
