@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.costs.hardware.load import load
-from autopar.errors import InputError
+from autopar.errors import InputError, PipelineError
 from autopar.runtime.step_graphs.refusals import graph_is_required, reasons_of
 from autopar.runtime.step_graphs.step import MOST_KINDS, WARM_UP
 from tests.support.divided_experts import Form, batches, with_experts
@@ -178,6 +178,14 @@ def test_optimizers_that_count_on_the_host_are_refused(devices: DeviceMesh) -> N
         model.cuda_graph(lambda x: (model(x).backward(), lbfgs.step(lambda: 0.0)))(X)
 
 
+def test_sgd_that_reads_its_learning_rate_from_the_device_is_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    with pytest.raises(InputError, match=r"reads its learning rate on the host; make it SGD\(…, fused"):
+        _run(_step_of(model, lambda loss: 1, optimizer))
+    _run(_step_of(model, lambda loss: 1, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), fused=True)))
+
+
 def test_a_learning_rate_that_is_no_tensor_may_not_change(devices: DeviceMesh) -> None:
     model = _graphed(devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,6 +255,7 @@ def test_the_plan_counts_the_copies_of_a_batch(devices: DeviceMesh) -> None:
 
 
 GRAPH = autopar.Run(cuda_graph=True)
+DRAWING_ONCE = autopar.Run(cuda_graph=True, deterministic=True)
 ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
 STAGES = autopar.Mesh({"pp": 2}, hardware="h100")
 PIPEDREAM = {"pipeline": autopar.Pipeline(schedule="pipedream")}
@@ -294,12 +303,21 @@ def test_a_plan_of_a_pipeline_counts_the_copies_of_a_batch_as_compile_does() -> 
         (Regression(), STAGES, {**PIPEDREAM, "microbatches": 2}, 'schedule="pipedream".*, which exchanges versions'),
         (Regression(nn.AlphaDropout()), STAGES, {"microbatches": 2}, "aten.alpha_dropout.*in stage [01]"),
         (Regression(nn.AlphaDropout()), ON_H100, {}, "the step draws random numbers by aten.alpha_dropout"),
+        (Regression(nn.Dropout()), ON_H100, {"run": DRAWING_ONCE}, "the step draws random numbers as one device"),
         (Regression(), ON_H100, {"memory": autopar.Memory(offload="optimizer")}, "the step moves tensors to host"),
     ],
 )
 def test_a_plan_without_devices_refuses_what_cannot_be_a_graph(
     model: Any, mesh: Any, options: dict[str, Any], reason: str
 ) -> None:
+    plan: Any = autopar.plan  # its overloads know no options by name
     with pytest.raises(InputError, match=rf"Run\(cuda_graph=True\).*{reason}.*leave out"):
-        autopar.plan(model, mesh, (X,), run=GRAPH, **options)
-    assert autopar.plan(model, mesh, (X,), run=autopar.Run(cuda_graph="auto"), **options).mesh == mesh
+        plan(model, mesh, (X,), **{"run": GRAPH, **options})
+    assert plan(model, mesh, (X,), **{**options, "run": autopar.Run(cuda_graph="auto")}).mesh == mesh
+
+
+@pytest.mark.parametrize("found", [{}, {"mesh": "auto", "devices": 2, "pipeline": "pp", "hardware": "h100"}])
+def test_a_plan_without_devices_refuses_a_pipeline_that_draws_as_one_device(found: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"mesh": STAGES, "microbatches": 2, **found}
+    with pytest.raises(PipelineError, match=r"Run\(deterministic=True\) draws dropout masks .* leave it out"):
+        autopar.plan(Regression(nn.Dropout()), example_inputs=(X,), run=autopar.Run(deterministic=True), **options)
