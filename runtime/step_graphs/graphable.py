@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError
+from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
 from autopar.runtime.step_graphs.refusals import Captured, reasons_of
 from autopar.runtime.step_graphs.step import GraphedStep, noting
@@ -73,6 +75,15 @@ class Graphable:
             )
         super().compile(*args, regional=regional, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _graphed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Run `train_step` as a graph; inputs are brought to the sizes of a bucket before, which are its kinds."""
+        module: Any = self
+        if module.varying is not None:
+            with module._watch:
+                args, kwargs = module._in_bucket(args, kwargs)
+        assert self._graphed_step is not None
+        return self._graphed_step(*args, **kwargs)
+
     def _train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run `train_step` as it is."""
         raise NotImplementedError
@@ -118,14 +129,24 @@ class _Stepping:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.random_state, self.device = module.random_state, module._device
+        self.random_state = module.random_state
         self.calls, self.watch = module._calls, module._watch
         self.of_all_stages = module._of_all_stages
 
     @property
-    def modes(self) -> tuple[object, ...]:
-        """State of the module that chooses what runs."""
-        return self._module.training, self._module.compilation
+    def modes(self) -> tuple[bool, Compilation | None, Autocast | None]:
+        """State that chooses what runs: of the module, and of autocast around it."""
+        return self._module.training, self._module.compilation, Autocast.around(self._module._device)
+
+    @property
+    def modes_in_words(self) -> dict[str, str]:
+        """The same in words, alike on all ranks."""
+        training, compilation, autocast = self.modes
+        return {
+            "mode": "training" if training else "evaluation",
+            "torch.compile": "off" if compilation is None else str(compilation),
+            "autocast": "off" if autocast is None else str(autocast.dtype),
+        }
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
