@@ -118,11 +118,21 @@ def test_draws_as_one_device_would_do_them_are_refused(devices: DeviceMesh) -> N
         model.train_step(X)
 
 
-@pytest.mark.parametrize(("role", "reasons"), [("expert", ["sends rows to experts"]), ("replicated", [])])
-def test_experts_on_several_ranks_are_refused(devices: DeviceMesh, role: str, reasons: list[str]) -> None:
-    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp=role)
-    batch = batches(1)[0]
-    compiled: Any = autopar.compile(model, devices, batch, hardware=load("h100"))
+@pytest.mark.parametrize(
+    ("role", "precision", "reasons"),
+    [
+        ("expert", "bf16-mixed", ["sends rows to experts"]),
+        ("replicated", "bf16-mixed", []),
+        ("replicated", None, ['reads their counts on the host in float32; give precision="bf16-mixed"']),
+        ("replicated", "fp16-mixed", ['reads their counts on the host in float16; give precision="bf16-mixed"']),
+    ],
+)
+def test_experts_on_several_ranks_are_refused(
+    devices: DeviceMesh, role: str, precision: str | None, reasons: list[str]
+) -> None:
+    model = autopar.annotate(with_experts(Form(num_experts=8), torch.float32), "*experts*", dp=role)
+    batch = batches(1, torch.float32)[0]
+    compiled: Any = autopar.compile(model, devices, batch, hardware=load("h100"), precision=precision)
     found = list(reasons_of(compiled.prepare((), batch)))
     assert len(found) == len(reasons) and all(b in a for a, b in zip(found, reasons, strict=True))
 
@@ -262,11 +272,12 @@ PIPEDREAM = {"pipeline": autopar.Pipeline(schedule="pipedream")}
 
 
 def test_a_plan_without_devices_has_experts_in_a_graph_if_their_rows_are_padded() -> None:
-    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp="expert")
-    batch = batches(1)[0]
+    model = autopar.annotate(with_experts(Form(num_experts=8), torch.float32), "*experts*", dp="expert")
+    batch = batches(1, torch.float32)[0]
+    options: dict[str, Any] = {"run": GRAPH, "precision": "bf16-mixed"}
     with pytest.raises(InputError, match=r"sends rows to experts, .* plan with Experts\(padded=…\)"):
-        autopar.plan(model, ON_H100, batch, run=GRAPH)
-    plan = autopar.plan(model, ON_H100, batch, run=GRAPH, experts=autopar.Experts(padded=2.0))
+        autopar.plan(model, ON_H100, batch, **options)
+    plan = autopar.plan(model, ON_H100, batch, experts=autopar.Experts(padded=2.0), **options)
     assert plan.reserved.graph_bytes > 0
 
 
