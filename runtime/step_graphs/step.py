@@ -48,6 +48,10 @@ TOO_MANY = (
     f"is of another kind than the {MOST_KINDS} before it: shapes, numbers, modes or the storages of parameters, "
     "buffers or gradients change from step to step; pad inputs to a few lengths, and keep tensors where they are"
 )
+CHANGING = (
+    "sets a mode, freezes parameters or changes attributes of the model between its calls, or they change from step to "
+    "step; set them before the step, and keep them"
+)
 PLAIN = (bool, int, float, str, tuple, type(None))
 """Types of numbers that ranks send each other as they are."""
 
@@ -147,6 +151,10 @@ class GraphedStep:
             self._module.calls.agree((self._function, described, phase), lambda: specified, dict)
             if not all(call.is_still_so() for call in kind.called):
                 kind.runs, kind.called, kind.graph = 0, (), None
+                kind.restarts += 1
+        if kind.restarts == MOST_KINDS:
+            self._refuse_if([CHANGING])
+            return self._function(*args, **kwargs)
         if kind.runs == 0:
             return detached(self._first(key, kind))
         with self._module.watch, self._module.calls.quiet():
@@ -254,7 +262,7 @@ class GraphedStep:
         return _reasons_of_all(self._module.of_all_stages((self._module.stages_here, tuple(reasons))))
 
     def _captured(self, kind: Kind) -> Graph:
-        kind.operations = []
+        kind.operations, kind.restarts = [], 0
         state = self._module.random_state
         before, captured, failure = state.step, None, None
         with self._module.calls_noted() as kind.called, kind.draws.run(state.at(before)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,48 @@ def test_train_step_may_be_part_of_a_step_that_is_a_graph(devices: DeviceMesh) -
     model = _graphed(devices)
     _run(model.cuda_graph(lambda x: (model.train_step(x), model.zero_grad())[0]), WARM_UP + 2)
     assert (model._recorder.captures, model._recorder.replays) == (1, 2), "it is a graph of its own"
+
+
+def test_a_region_of_autocast_inside_the_step_is_in_the_graph(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    _run(model.cuda_graph(step), WARM_UP + 2)
+    assert model._recorder.captures == 1
+
+
+def test_a_step_that_sets_modes_is_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    with pytest.raises(InputError, match=r"sets a mode, freezes parameters .*; set them before the step, and keep"):
+        _run(
+            model.cuda_graph(lambda x: (model.eval()(x), model.train()(x).backward(), model.zero_grad())),
+            MOST_KINDS + 1,
+        )
+
+
+def test_a_step_of_two_models_is_refused_if_both_learn(devices: DeviceMesh) -> None:
+    """Gradients of the second would be written where its parameters do not look."""
+    one, other = _graphed(devices), _graphed(devices)
+
+    def step(learns: bool, trains: bool, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(learns):
+            second = other.train_step(x) if trains else other(x)
+        loss = one(x) + second
+        loss.backward()
+        one.zero_grad()
+        return loss
+
+    for trains in (False, True):
+        with pytest.raises(InputError, match=r"calls another compiled model, whose gradients .* torch.no_grad"):
+            _run(one.cuda_graph(functools.partial(step, True, trains)))
+    _run(one.cuda_graph(functools.partial(step, False, False)), WARM_UP + 2)
+    assert one._recorder.captures == 1
 
 
 def test_another_mode_is_another_kind_and_frozen_parameters_are_noticed(devices: DeviceMesh) -> None:
