@@ -176,7 +176,8 @@ def plan(
 ) -> Plan | PipelinePlan:
     """Plan without running: needs no process group and no devices; see `compile` for the options.
 
-    Of `run` only `cuda_graph` counts: the plan has the copies of inputs that a graph needs.
+    Of `run` only `cuda_graph` and `deterministic` count: the plan has the copies of inputs that a graph needs, and what
+    `compile` would refuse with these options is refused.
 
     With mesh="auto" the best plan is returned of all ways to arrange `devices` in up to `Search(max_axes=…)` axes. With
     `pipeline` the name of an axis, pipelines of every length outside of these are compared, too, as they are if a
@@ -187,4 +188,4 @@ def plan(
     >>> plan(model, "auto", (ids, labels), devices=64, hardware="h100", memory="80GB")  # doctest: +SKIP
     >>> plan(model, Mesh({"pp": 4, "tp": 8}, hardware="h100"), (ids, labels), microbatches=16)  # doctest: +SKIP
     """
-    return plan_offline(model, mesh, example_inputs, plan_request(model, **options), devices, Run.of(run).cuda_graph)
+    return plan_offline(model, mesh, example_inputs, plan_request(model, **options), devices, Run.of(run))

@@ -195,6 +195,15 @@ def check_in_one_piece(request: PlanRequest, axis: str | None) -> None:
         )
 
 
+def check_not_deterministic(run: Run) -> None:
+    """Raise PipelineError where stages would have to draw in the order of one device."""
+    if run.deterministic:
+        raise PipelineError(
+            "Run(deterministic=True) draws dropout masks in the order of one device, which the stages of a pipeline do "
+            "not run in; leave it out. The masks of a pipeline are equal in every run with the same seed."
+        )
+
+
 def example_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return example inputs as positional and keyword arguments; raise InputError for anything else."""
     check_example_inputs(example_inputs)

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compiler.arguments import (
     ExampleInputs,
+    Run,
     check_in_one_piece,
     check_no_pipeline,
+    check_not_deterministic,
 )
 from autopar.compiler.offline_planner import USUAL_AXES, USUAL_PIPELINE, OfflinePlanner
 from autopar.compiler.options import check_planned_mesh
@@ -34,7 +36,7 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
 from autopar.runtime.rewrite.per_rank_graph import rewrite
 from autopar.runtime.step_graphs.kinds import bytes_of
-from autopar.runtime.step_graphs.refusals import WITHOUT, CudaGraph, reason_offline, reasons_in
+from autopar.runtime.step_graphs.refusals import WITHOUT, reason_offline, reasons_in
 from autopar.solver.deadline import after, interruptible, is_over, seconds_until, why_over
 
 ESTIMATING = 0.4
@@ -52,12 +54,14 @@ def plan_offline(
     example_inputs: ExampleInputs,
     request: PlanRequest,
     devices: int | None,
-    cuda_graph: CudaGraph = "none",
+    run: Run,
 ) -> Plan | PipelinePlan:
     """Return the best plan on the mesh; on "auto", on the best mesh of `devices`.
 
-    If steps are to be CUDA graphs, it counts the copies of inputs. Raises InputError if they must be and cannot.
+    Of `run` two options count. If steps are to be CUDA graphs, the plan counts the copies of inputs. Raises InputError
+    if they must be and cannot, and PipelineError for a pipeline that is to draw as one device.
     """
+    cuda_graph = run.cuda_graph
     check_planned_mesh(mesh, devices)
     # Meshes that are compared share their time, so that a plan of one is not what would be made of it alone.
     cache = PlanCache() if isinstance(mesh, str) else PlanCache.of(request.settings.search.cache)
@@ -72,23 +76,27 @@ def plan_offline(
             planner.request = replace(request, graph_input_bytes=bytes_of(planner.batch))
         elif cuda_graph is True:
             raise InputError(f"Run(cuda_graph=True) {reason}; {WITHOUT}")
+    if axis is not None:
+        check_not_deterministic(run)
     if isinstance(mesh, str):
         plan = _on_the_best(planner, mesh, devices)
     else:
         check_in_one_piece(request, axis)
         plan = planner.on(Mesh.of(mesh)) if axis is None else planner.in_stages(Mesh.of(mesh), axis)
+    if isinstance(plan, PipelinePlan):
+        check_not_deterministic(run)
     if cuda_graph is True:
-        _check_graph(plan)
+        _check_graph(plan, run.deterministic)
     return plan
 
 
-def _check_graph(plan: Plan | PipelinePlan) -> None:
+def _check_graph(plan: Plan | PipelinePlan, deterministic: bool) -> None:
     """Raise InputError if a step of the plan cannot be one CUDA graph."""
     stages = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
     for number, stage in enumerate(stages):
         context = context_of(stage)
         local = rewrite(context.space, context.choices, stage.recompute)
-        for reason in reasons_in(context.space.program, stage, local.module.graph):
+        for reason in reasons_in(context.space.program, stage, local.module.graph, deterministic):
             where = f" (in stage {number})" if len(stages) > 1 else ""
             raise InputError(f"Run(cuda_graph=True): the step {reason}{where}, or {WITHOUT}")
 

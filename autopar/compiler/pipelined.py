@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.tiles.requested_tiles import Tiles
 from autopar.capture.tiles.tiled_losses import Fitting
-from autopar.compiler.arguments import Run, check_buckets, check_hooks, check_stages, on_device
+from autopar.compiler.arguments import (
+    Run,
+    check_buckets,
+    check_hooks,
+    check_not_deterministic,
+    check_stages,
+    on_device,
+)
 from autopar.compiler.batch_statistics import warn_of_batch_statistics
 from autopar.compiler.garbage_collection import uncollected
 from autopar.compiler.tiles import pipeline_as_memory_asks, tiles_of_pipeline
@@ -62,7 +69,7 @@ def compile_pipeline(
     """Parallelize `model` over `mesh` with the pipeline `axis`, by a plan made before, or on its first inputs."""
     plan = pipeline_plan_of(made)
     check_wish(Wish.of(request), plan)
-    _check_not_deterministic(run)
+    check_not_deterministic(run)
     schedule = request.pipeline.schedule if plan is None else plan.schedule.name
     required = graph_is_required(run.cuda_graph, mesh, request.training, schedule)
     _check_mesh_of(plan, Mesh.of(mesh), axis)
@@ -276,14 +283,6 @@ def pipeline_plan_of(plan: object) -> PipelinePlan | None:
         f"the mesh has a pipeline axis, and the plan is a {type(plan).__name__} without stages; plan again with "
         "autopar.plan on this mesh."
     )
-
-
-def _check_not_deterministic(run: Run) -> None:
-    if run.deterministic:
-        raise PipelineError(
-            "Run(deterministic=True) draws dropout masks in the order of one device, which the stages of a pipeline do "
-            "not run in; leave it out. The masks of a pipeline are equal in every run with the same seed."
-        )
 
 
 def stage_devices(mesh: DeviceMesh, axis: str) -> DeviceMesh:

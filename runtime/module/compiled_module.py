@@ -125,7 +125,7 @@ class ParallelModule(Graphable, StoredModule[Executable]):
     @uncompiled
     def _stepped(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if self._graphed_step is not None and self._called is None:
-            return self._graphed_step(*args, **kwargs)
+            return self._graphed(args, kwargs)
         with self._watch:
             return self._trained(args, kwargs, compiler)
 

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.autocast import Autocast
-from autopar.capture.static.arguments import StaticTensor
 from autopar.errors import InputError
 from autopar.ir.program.program import Program, fault_of_form
 from autopar.ir.sharding.layout import I, Layout, S, replicated
@@ -110,26 +109,6 @@ def _kind_of_leaf(leaf: Any) -> object:
         return type(leaf), repr(leaf)
     where = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
     return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, where
-
-
-def described(arguments: Arguments) -> dict[str, str]:
-    """Return the inputs by name, as other ranks are told of them: shapes and dtypes, and of what is no tensor the
-    value.
-    """
-    found = {}
-    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
-        found[name_of(path)] = _described_leaf(leaf)
-    return found
-
-
-def _described_leaf(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        plain = (bool, int, float, str, type(None), StaticTensor)
-        return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
-    text = f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
-    if isinstance(leaf, DTensor):
-        text += f" as {', '.join(map(str, leaf.placements))} over {', '.join(leaf.device_mesh.mesh_dim_names or ())}"
-    return text + (" with a gradient" if leaf.requires_grad else "")
 
 
 def values_of(arguments: Arguments) -> Values:

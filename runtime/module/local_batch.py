@@ -50,8 +50,9 @@ def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str
     """
     if not axes:
         return arguments
-    scale = torch.tensor(float(math.prod(mesh.size(axis) for axis in map((mesh.mesh_dim_names or ()).index, axes))))
-    placements = [Shard(0) if name in axes else Replicate() for name in mesh.mesh_dim_names or ()]
+    names = mesh.mesh_dim_names or ()
+    scale = math.prod(mesh.size(names.index(axis)) for axis in axes)
+    placements = [Shard(0) if name in axes else Replicate() for name in names]
     leaves, spec = pytree.tree_flatten(arguments)
     wrapped = [
         _as_dtensor(leaf, mesh, placements, scale if averages else None) if is_part else leaf
@@ -60,7 +61,7 @@ def parts_as_dtensors(arguments: Arguments, mesh: DeviceMesh, axes: Sequence[str
     return pytree.tree_unflatten(wrapped, spec)
 
 
-def _as_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], scale: Tensor | None) -> DTensor:
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], scale: int | None) -> DTensor:
     scaled = with_scaled_gradient(part, scale) if part.requires_grad and torch.is_grad_enabled() else part
     return DTensor.from_local(scaled, mesh, placements, run_check=False)
 

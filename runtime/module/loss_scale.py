@@ -34,14 +34,14 @@ def scale_of(scaler: Any, device: str | torch.device) -> Tensor | None:
     return None if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
-def with_scaled_gradient(loss: Tensor, scale: Tensor | None) -> Tensor:
+def with_scaled_gradient(loss: Tensor, scale: Tensor | int | None) -> Tensor:
     """Return the loss; what its backward starts with is multiplied by the scale."""
     return loss if scale is None else _ScaledGradient.apply(loss, scale)
 
 
 class _ScaledGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, scale: Tensor | int) -> Tensor:
         ctx.scale = scale
         return loss.clone()
 

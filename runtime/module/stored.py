@@ -28,7 +28,7 @@ from autopar.runtime.lengths.inputs import Sizes
 from autopar.runtime.lengths.outputs import Padding
 from autopar.runtime.lengths.varying import Varying
 from autopar.runtime.module.executable import Runs
-from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, described, kind_of, values_of
+from autopar.runtime.module.inputs import Arguments, call_signature, canonical_arguments, kind_of, values_of
 from autopar.runtime.module.local_batch import Given, parts_as_dtensors
 from autopar.runtime.module.parameters import Storage, as_stored, tie, ties_of
 from autopar.runtime.module.replaced import TreeTensors, checked
@@ -40,6 +40,7 @@ from autopar.runtime.module_interface.model_class import also_of_the_class_of
 from autopar.runtime.module_interface.optimizers import watch_optimizers
 from autopar.runtime.module_interface.refused import NotToBeWrapped, check_not_inside_ddp, refuse_composable_functions
 from autopar.runtime.numbers.changing import Numbers
+from autopar.runtime.numbers.leaves import described
 from autopar.runtime.outputs.returning import Result, Returning
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.calls import Calls
@@ -89,11 +90,9 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         super().__init__()
         for name in MODULE_INTERFACE:
             self.__dict__[name] = vars(tree.root)[name]
-        self.training = tree.root.training
-        self.tree = tree
+        self.tree, self.training = tree, tree.root.training
         self._forward_signature = call_signature(tree.root)
-        self._given = given
-        self._input_mesh = stage_devices or mesh
+        self._given, self._input_mesh = given, stage_devices or mesh
         self._mesh, self._device = mesh, mesh.device_type
         self._watch = watched(self, mesh, forgives)
         self._calls = Calls(self._watch, given.check)
@@ -176,9 +175,14 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
             return arguments
         return parts_as_dtensors(arguments, self._input_mesh, self._given.axes, self._returning.averages)
 
+    def _in_bucket(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Return the call with every argument by name, in the sizes of its bucket."""
+        arguments = canonical_arguments(self._forward_signature, args, kwargs)
+        return arguments if self.varying is None else self.varying.fitted(arguments, self._sizes_of_all)[0]
+
     def _sizes_of_all(self, mine: Sizes) -> list[Sizes]:
         """Return the sizes of all ranks' parts, in the order of the mesh; this rank's where all have the same."""
-        if not self._given.axes or not self._watch.many:
+        if not self._given.axes or not self._watch.many or self._calls.is_quiet:
             return [mine]
         self._calls.agree("sizes", lambda: {"inputs": "a part of the batch, in a bucket"}, dict)
         return gathered(mine, self._input_mesh)
@@ -284,9 +288,7 @@ class StoredModule(Copyable, NotToBeWrapped, nn.Module, Generic[Runs]):
         }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the named parameters as `torch.nn.Module` does; raise InputError before a lazy compile's first
-        inputs.
-        """
+        """Return the named parameters as `torch.nn.Module` does; raise InputError before a lazy compile's inputs."""
         self._ready()
         return super().named_parameters(*args, **kwargs)
 

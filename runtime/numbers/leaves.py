@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.numbers.marked import Number, is_replaceable, tensor_for
 from autopar.capture.numbers.watched import Watch
-from autopar.capture.static.arguments import Arguments
+from autopar.capture.static.arguments import Arguments, StaticTensor
 
 _PLAIN = (Tensor, int, float, str, type(None))
 """Types of leaves that a tree is without, if it is flat."""
@@ -41,6 +41,26 @@ def name_of(path: tuple[Any, ...]) -> str:
 def names_of(arguments: Arguments) -> list[str]:
     """Return what a user calls each leaf of the inputs."""
     return [name_of(path) for path, _ in pytree.tree_flatten_with_path(arguments)[0]]
+
+
+def described(arguments: Arguments) -> dict[str, str]:
+    """Return the inputs by name, as other ranks are told of them: shapes and dtypes, and of what is no tensor the
+    value.
+    """
+    found = {}
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        found[name_of(path)] = _described_leaf(leaf)
+    return found
+
+
+def _described_leaf(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        plain = (bool, int, float, str, type(None), StaticTensor)
+        return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
+    text = f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
+    if isinstance(leaf, DTensor):
+        text += f" as {', '.join(map(str, leaf.placements))} over {', '.join(leaf.device_mesh.mesh_dim_names or ())}"
+    return text + (" with a gradient" if leaf.requires_grad else "")
 
 
 def replaceable(arguments: Arguments) -> dict[int, int | float]:

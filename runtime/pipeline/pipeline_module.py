@@ -115,7 +115,7 @@ class PipelineModule(Graphable, StoredModule[Pipeline]):
         another rank fails.
         """
         if self._graphed_step is not None and self._called is None:
-            return self._graphed_step(*args, **kwargs)
+            return self._graphed(args, kwargs)
         with self._watch:
             return self._trained(args, kwargs)
 

@@ -28,6 +28,9 @@ class Compilation:
     by_layers: bool
     """True if layers are compiled one by one, equal ones once."""
 
+    def __str__(self) -> str:
+        return "layer by layer" if self.by_layers else "the whole graph"
+
 
 InLayers = Callable[[fx.Graph, Callable[[fx.Graph], Callable[..., Any]]], fx.Graph]
 """(graph, what makes a layer's graph run) → the graph with a call for each layer"""

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from autopar.ir.program.calls import is_cast
 from autopar.ir.program.effects import independent_of
 from autopar.runtime.collectives import gradient_buckets, layout_moves
+from autopar.runtime.recompute.marks import MARK
 from autopar.runtime.recompute.unmixed import unmixed
 from autopar.runtime.rewrite import reduced_each
 
@@ -133,7 +134,8 @@ def _body(placeholders: list[fx.Node], whole: fx.Graph, once: set[fx.Node]) -> f
     copies: dict[fx.Node, fx.Node] = {}
     for node in placeholders:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        # An input is not computed again, whatever the call did that gave it.
+        copies[node].meta = {key: value for key, value in node.meta.items() if key != MARK}
     for node in whole.nodes:
         if node not in once and node not in copies and node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)

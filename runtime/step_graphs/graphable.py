@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
+from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError
+from autopar.runtime.recompute.graph import Compilation
 from autopar.runtime.step_graphs.cuda import CudaRecorder, Recorder
 from autopar.runtime.step_graphs.refusals import Captured, reasons_of
 from autopar.runtime.step_graphs.step import GraphedStep, noting
@@ -25,8 +28,10 @@ T = TypeVar("T")
 class Graphable:
     """Base of compiled modules whose steps may be CUDA graphs, before the base that stores parameters."""
 
-    _called: list[Call] | None = None
+    _called: list[Call | OtherCall] | None = None
     """Calls of the model in a step that is to be a graph, while it runs."""
+    _called_in_any: ClassVar[list[Call | OtherCall] | None] = None
+    """Calls in a step that is to be a graph, while one of any model runs."""
     _recorder: Recorder | None = None
     _graph_is_required = False
     _graphed_step: GraphedStep | None = None
@@ -73,6 +78,17 @@ class Graphable:
             )
         super().compile(*args, regional=regional, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _graphed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Run `train_step` as a graph; inputs are brought to the sizes of a bucket before, which are its kinds."""
+        module: Any = self
+        if module.varying is not None:
+            with module._watch:
+                args, kwargs = module._in_bucket(args, kwargs)
+        if self._called_in_any is not None:
+            return self._train_step(*args, **kwargs)
+        assert self._graphed_step is not None
+        return self._graphed_step(*args, **kwargs)
+
     def _train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run `train_step` as it is."""
         raise NotImplementedError
@@ -81,7 +97,11 @@ class Graphable:
         prepare: Callable[..., Any] = super()._prepared  # pyright: ignore[reportAttributeAccessIssue]
         found = prepare(*args, **kwargs)
         if self._called is not None:
-            self._called.append(Call(found, partial(prepare, *args, **kwargs)))
+            device: str = self._device  # pyright: ignore[reportAttributeAccessIssue]
+            call = Call(found, partial(prepare, *args, **kwargs), device, Autocast.around(device))
+            self._called.append(call)
+        elif self._called_in_any is not None and torch.is_grad_enabled():
+            self._called_in_any.append(OtherCall())
         return found
 
     def _of_all_stages(self, own: T) -> Sequence[T]:
@@ -101,10 +121,15 @@ class Call:
     runs: Any
     """Executable or pipeline that it ran."""
     prepare: Callable[[], Any]
+    device: str
+    autocast: Autocast | None
+    """Region of autocast that it was in."""
 
     def is_still_so(self) -> bool:
         """Return whether the same call would run the same executable now."""
-        return self.prepare() is self.runs
+        region = self.autocast
+        with torch.autocast(self.device, None if region is None else region.dtype, enabled=region is not None):
+            return self.prepare() is self.runs
 
     def reasons(self, deterministic: bool) -> Iterator[str]:
         """Yield what in the graphs that it ran needs the host, in words."""
@@ -113,19 +138,44 @@ class Call:
             yield from reasons_of(each, deterministic)
 
 
+class OtherCall:
+    """A call of another compiled model inside a step, with gradients."""
+
+    def is_still_so(self) -> bool:
+        """Return True: the reason ends it."""
+        return True
+
+    def reasons(self, deterministic: bool) -> Iterator[str]:
+        """Yield why it cannot be in a graph, in words."""
+        yield (
+            "calls another compiled model, whose gradients a graph of this one does not leave; compile both as one "
+            "module, or call the other outside of the step or under torch.no_grad()"
+        )
+
+
 class _Stepping:
     """A module as a step that becomes a graph knows it."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.random_state, self.device = module.random_state, module._device
+        self.random_state = module.random_state
         self.calls, self.watch = module._calls, module._watch
         self.of_all_stages = module._of_all_stages
 
     @property
-    def modes(self) -> tuple[object, ...]:
-        """State of the module that chooses what runs."""
-        return self._module.training, self._module.compilation
+    def modes(self) -> tuple[bool, Compilation | None, Autocast | None]:
+        """State that chooses what runs: of the module, and of autocast around it."""
+        return self._module.training, self._module.compilation, Autocast.around(self._module._device)
+
+    @property
+    def modes_in_words(self) -> dict[str, str]:
+        """The same in words, alike on all ranks."""
+        training, compilation, autocast = self.modes
+        return {
+            "mode": "training" if training else "evaluation",
+            "torch.compile": "off" if compilation is None else str(compilation),
+            "autocast": "off" if autocast is None else str(autocast.dtype),
+        }
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -145,6 +195,8 @@ class _Stepping:
         hooked = (name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
         return found + [f"on the parameter {name}" for name in hooked]
 
-    def calls_noted(self) -> AbstractContextManager[list[Any]]:
-        """Note the calls of the model inside the block."""
-        return noting([], self._module, "_called")
+    @contextmanager
+    def calls_noted(self) -> Iterator[list[Any]]:
+        """Note the calls of the model, and of others, inside the block."""
+        with noting([], self._module, "_called") as called, noting(called, Graphable, "_called_in_any"):
+            yield called

@@ -39,6 +39,8 @@ class Kind:
     inputs: list[Tensor]
     """Local tensors of the arguments."""
     runs: int = 0
+    restarts: int = 0
+    """Times that it ran anew from the first run on, because the model would have run otherwise."""
     called: Sequence[Any] = ()
     operations: list[Operation] = field(default_factory=list)
     draws: StepDraws = field(default_factory=StepDraws)

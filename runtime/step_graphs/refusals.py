@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import fx
 from torch._ops import OpOverload
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.costs.plans.plan import Plan
 from autopar.errors import InputError
-from autopar.ir.program.operators.expert_operators import DISPATCH
+from autopar.ir.program.operators.expert_operators import DISPATCH, GROUPED_MM
 from autopar.ir.program.program import Program
 from autopar.planning.pipeline.schedules.schedule import UPDATING_OTHERWISE
 from autopar.runtime.implementations import draws, experts
@@ -25,6 +26,10 @@ from autopar.runtime.recompute.marks import is_offloaded
 CudaGraph = bool | Literal["auto", "none"]
 """Values of `Run(cuda_graph=…)`."""
 WITHOUT = 'leave out Run(cuda_graph=True), or give "auto", which runs without a graph then.'
+GROUPED_PRODUCTS = (GROUPED_MM, torch.ops.aten._grouped_mm.default)
+WITH_GROUPED_KERNELS = (9, 10)
+"""Major compute capabilities for which PyTorch has kernels of grouped products; others multiply in a loop."""
+BY_HOST = "multiplies rows of experts by a product for which PyTorch reads their counts on the host"
 
 
 class Captured(Protocol):
@@ -86,7 +91,11 @@ def reason_offline(is_host: bool, training: bool, schedule: str | None) -> str |
 
 def reasons_of(executable: Captured, deterministic: bool = False) -> Iterator[str]:
     """Yield what in the per-rank graph needs the host in each step, in words, with what to do."""
-    return reasons_in(executable.program, executable.plan, executable.local.module.graph, deterministic)
+    yield from reasons_in(executable.program, executable.plan, executable.local.module.graph, deterministic)
+    if _dtypes_of_grouped_products(executable.program) and torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability()
+        if major not in WITH_GROUPED_KERNELS:
+            yield f"{BY_HOST} on a {torch.cuda.get_device_name()}; use Hopper or Blackwell GPUs"
 
 
 def reasons_in(program: Program, plan: Plan, graph: fx.Graph, deterministic: bool = False) -> Iterator[str]:
@@ -100,11 +109,17 @@ def reasons_in(program: Program, plan: Plan, graph: fx.Graph, deterministic: boo
         yield 'moves tensors to host memory and back; plan with Memory(offload="none")'
     if program.python.hooks:
         yield "registers gradient hooks, which are Python; register none in its forward"
+    for dtype in _dtypes_of_grouped_products(program) - {torch.bfloat16}:
+        yield f'{BY_HOST} in {str(dtype).removeprefix("torch.")}; give precision="bf16-mixed"'
     if any(map(_exchanges_counted_rows, graph.nodes)):
         yield (
             "sends rows to experts, and the host reads how many; plan with Experts(padded=…), or keep experts whole on "
             'every rank, as annotate(model, "*experts*", tp="replicated") does on an axis tp, and drop no rows'
         )
+
+
+def _dtypes_of_grouped_products(program: Program) -> set[torch.dtype]:
+    return {node.meta["tensor"].dtype for node in program.graph.nodes if node.target in GROUPED_PRODUCTS}
 
 
 def _exchanges_counted_rows(node: fx.Node) -> bool:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from autopar.capture.passes.autocast import Autocast
 from autopar.errors import InputError, warn_user
 from autopar.runtime.implementations.randomness import StepDraws
+from autopar.runtime.numbers.leaves import described as in_words
 from autopar.runtime.ranks.calls import Calls
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.uncompiled import uncompiled
@@ -48,6 +48,17 @@ TOO_MANY = (
     f"is of another kind than the {MOST_KINDS} before it: shapes, numbers, modes or the storages of parameters, "
     "buffers or gradients change from step to step; pad inputs to a few lengths, and keep tensors where they are"
 )
+CHANGING = (
+    "sets a mode, freezes parameters or changes attributes of the model between its calls, or they change from step to "
+    "step; set them before the step, and keep them"
+)
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Types of numbers that ranks send each other as they are."""
+
+Key = tuple[tuple[int, bool], ...]
+"""For each stage, the number of what it finds, and whether a parameter has no gradient."""
+Numbers = list[tuple[str, Any]]
+"""Options of optimizers that are no tensors, by name."""
 
 
 class Called(Protocol):
@@ -66,13 +77,17 @@ class Stepping(Protocol):
     """A module whose steps are captured."""
 
     random_state: RandomState
-    device: str
     calls: Calls
     watch: Watch
 
     @property
     def modes(self) -> tuple[object, ...]:
         """State of the module that chooses what runs."""
+        ...
+
+    @property
+    def modes_in_words(self) -> dict[str, str]:
+        """The same in words, alike on all ranks."""
         ...
 
     @property
@@ -105,9 +120,13 @@ class GraphedStep:
     def __init__(self, function: Callable[..., Any], module: Stepping, recorder: Recorder, required: bool) -> None:
         """`required`: a step that cannot be a graph is refused with InputError; else it runs without, and warns."""
         self._function, self._module, self._recorder, self._required = function, module, recorder, required
-        self._kinds: dict[tuple[int, ...], Kind] = {}
+        self._kinds: dict[Key, Kind] = {}
+        self._begun: dict[Key, tuple[Kind, list[Tensor | None]]] = {}
+        """Kinds that find no gradients, and the shared ones that they add to from their second run on."""
         self._found: dict[Any, int] = {}
         """Description of a call, with addresses of tensors on this rank → its number."""
+        self._numbers_of_all: list[tuple[str, Numbers]] = []
+        """Stages, and numbers of their optimizers, before the most recent call."""
         self._optimizers: dict[torch.optim.Optimizer, None] = {}
         self._gradients: list[Tensor | None] | None = None
         """Gradients of the first graph."""
@@ -122,18 +141,22 @@ class GraphedStep:
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         described = None if self.without else self._described(leaves, spec)
-        kind = None if described is None else self._kind(described, leaves, spec)
+        key, kind = ((), None) if described is None else self._kind(described, leaves, spec)
         if described is None or kind is None:
             return self._function(*args, **kwargs)
         kind.give(leaves)
         with self._module.watch:
             phase = "as a CUDA graph" if kind.runs == WARM_UP else f"run {kind.runs} before it is captured"
-            specified = {"the step": phase, "its arguments": [str(each) for each in described[1:]]}
+            specified = {"the step": phase, **self._module.modes_in_words, **in_words((args, kwargs))}
             self._module.calls.agree((self._function, described, phase), lambda: specified, dict)
             if not all(call.is_still_so() for call in kind.called):
                 kind.runs, kind.called, kind.graph = 0, (), None
+                kind.restarts += 1
+        if kind.restarts == MOST_KINDS:
+            self._refuse_if([CHANGING])
+            return self._function(*args, **kwargs)
         if kind.runs == 0:
-            return detached(self._warmed(kind))
+            return detached(self._first(key, kind))
         with self._module.watch, self._module.calls.quiet():
             if kind.runs < WARM_UP:
                 return detached(self._warmed(kind))
@@ -141,35 +164,52 @@ class GraphedStep:
                 kind.graph = self._captured(kind)
             return self._replayed(kind.graph, kind.draws)
 
-    def _kind(self, described: Any, leaves: Sequence[Any], spec: Any) -> Kind | None:
+    def _kind(self, described: Any, leaves: Sequence[Any], spec: Any) -> tuple[Key, Kind | None]:
         """Return the kind of a call; None if there are too many or the call is refused, and need not be a graph.
 
-        A kind that finds no gradients, and is not the first to have a graph, adds to those of the first, which are set
-        to zero: all graphs share one set of gradients.
+        All graphs share the gradients of the first. So a kind that finds none adds to those, set to zero, once its
+        first run has shown which parameters get one.
         """
         reasons = list(self._reasons_of_call(leaves))
         key = self._key(described, reasons)
-        if key not in self._kinds and self._gradients is not None and not self.without:
-            parameters = self._module.tensors[0]
-            if all(each.grad is None for each in parameters):
-                for parameter, gradient in zip(parameters, self._gradients, strict=True):
-                    parameter.grad = None if gradient is None else gradient.zero_()
+        begun, shared = self._begun.get(key, (None, []))
+        if begun is not None and not self.without:
+            for parameter, gradient in zip(self._module.tensors[0], shared, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient.zero_()
             key = self._key(described, reasons)
         if self.without:
-            return None
+            return key, None
         if key not in self._kinds:
             if len(self._kinds) == MOST_KINDS:
                 self._refuse_if([TOO_MANY])
-                return None
-            self._kinds[key] = Kind.of(leaves, spec)
-        return self._kinds[key]
+                return key, None
+            self._kinds[key] = begun or Kind.of(leaves, spec)
+        return key, self._kinds[key]
 
-    def _key(self, described: Any, reasons: Sequence[str]) -> tuple[int, ...]:
+    def _key(self, described: Any, reasons: Sequence[str]) -> Key:
         """Return the numbers of what all stages find; refuse the call if one of them has a reason."""
         number = self._found.setdefault((described, self._addresses()), len(self._found))
-        found = self._module.of_all_stages((self._module.stages_here, tuple(reasons), number))
-        self._refuse_if(_reasons_of_all(found))
-        return tuple(number for *_, number in found)
+        finds_none = any(each.grad is None and each.requires_grad for each in self._module.tensors[0])
+        own = self._module.stages_here, tuple(reasons), (number, finds_none), self._numbers()
+        found = self._module.of_all_stages(own)
+        self._refuse_if(_reasons_of_all([(stages, reasons) for stages, reasons, *_ in found]))
+        self._numbers_of_all = [(stages, numbers) for stages, *_, numbers in found]
+        return tuple(key for *_, key, _ in found)
+
+    def _first(self, key: Key, kind: Kind) -> Any:
+        """Run the first step of a kind, and let its gradients be those that graphs share, where there are some."""
+        parameters = self._module.tensors[0]
+        had_none = [each.grad is None for each in parameters]
+        result = self._warmed(kind)
+        if self._gradients is not None and key in self._kinds and any(finds_none for _, finds_none in key):
+            pairs = zip(parameters, self._gradients, had_none, strict=True)
+            shared = [each if none and parameter.grad is not None else None for parameter, each, none in pairs]
+            for parameter, each in zip(parameters, shared, strict=True):
+                if each is not None and parameter.grad is not None:
+                    parameter.grad = each.copy_(parameter.grad)
+            self._begun[key] = self._kinds.pop(key), shared
+        return result
 
     def _reasons_of_call(self, leaves: Sequence[Any]) -> Iterator[str]:
         if torch.is_anomaly_enabled():
@@ -183,9 +223,7 @@ class GraphedStep:
         """Return what tells kinds of calls apart, alike on all ranks; InputError for values that cannot be told."""
         module = self._module
         found = [description(each) for each in leaves]
-        autocast = Autocast.around(module.device)
-        modes = *module.modes, torch.is_grad_enabled(), None if autocast is None else autocast.dtype
-        return spec, modes, *found
+        return spec, (*module.modes, torch.is_grad_enabled()), *found
 
     def _addresses(self) -> tuple[int | None, ...]:
         parameters, buffers = self._module.tensors
@@ -221,10 +259,10 @@ class GraphedStep:
 
     def _of_all(self, reasons: Sequence[str]) -> list[str]:
         """Return the reasons of all stages for the same run."""
-        return _reasons_of_all(self._module.of_all_stages((self._module.stages_here, tuple(reasons), None)))
+        return _reasons_of_all(self._module.of_all_stages((self._module.stages_here, tuple(reasons))))
 
     def _captured(self, kind: Kind) -> Graph:
-        kind.operations = []
+        kind.operations, kind.restarts = [], 0
         state = self._module.random_state
         before, captured, failure = state.step, None, None
         with self._module.calls_noted() as kind.called, kind.draws.run(state.at(before)):
@@ -244,15 +282,10 @@ class GraphedStep:
         state.advance(-steps)  # the replay counts them
         gradients = [each.grad for each in self._module.tensors[0]]
         self._gradients = self._gradients or gradients
-        return Graph(replay, result, gradients, steps, self._numbers())
+        return Graph(replay, result, gradients, steps, self._numbers_of_all)
 
     def _replayed(self, graph: Graph, draws: StepDraws) -> Any:
-        for (name, before), (_, now) in zip(graph.numbers, self._numbers(), strict=True):
-            if before != now:
-                raise InputError(
-                    f"{name} is {now} now and was {before} when the step was captured, and a CUDA graph keeps numbers; "
-                    f"give it as a tensor on the device, torch.tensor({before}, device=…), and change that in place."
-                )
+        _check_numbers(graph.numbers, self._numbers_of_all)
         state = self._module.random_state
         draws.begin(state.at(state.step))
         graph.replay()
@@ -262,13 +295,13 @@ class GraphedStep:
                 parameter.grad = gradient
         return pytree.tree_map_only(Tensor, torch.clone, graph.result)
 
-    def _numbers(self) -> list[tuple[str, Any]]:
+    def _numbers(self) -> Numbers:
         return [
-            (f"{name} of {type(each).__name__}", value)
+            (f"{name} of {type(each).__name__}", value if isinstance(value, PLAIN) else repr(value))
             for each in self._optimizers
             for group in each.param_groups
             for name, value in group.items()
-            if name != "params" and not isinstance(value, Tensor)
+            if name != "params" and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
         ]
 
     def _refuse_if(self, reasons: Sequence[str]) -> None:
@@ -278,6 +311,7 @@ class GraphedStep:
             raise InputError(f"Run(cuda_graph=True): the step {reasons[0]}, or {WITHOUT}")
         self.without = True
         self._kinds.clear()
+        self._begun.clear()
         warn_user(f'Run(cuda_graph="auto"): the step runs without a CUDA graph, because it {reasons[0]}.')
 
 
@@ -291,10 +325,24 @@ def noting(called: list[Any], owner: Any, attribute: str) -> Iterator[list[Any]]
         setattr(owner, attribute, None)
 
 
-def _reasons_of_all(found: Sequence[tuple[str, Sequence[str], Any]]) -> list[str]:
+def _check_numbers(captured: Sequence[tuple[str, Numbers]], current: Sequence[tuple[str, Numbers]]) -> None:
+    """Raise InputError, on all ranks of a pipeline, if a number is not what it was when a step was captured."""
+    for (stages, before), (_, now) in zip(captured, current, strict=True):
+        changed = next((pair for pair in zip(before, now, strict=True) if pair[0] != pair[1]), None)
+        if changed is not None:
+            (name, was), (_, value) = changed
+            where = f" in {stages}" if stages else ""
+            raise InputError(
+                f"{name}{where} is {value} now and was {was} when the step was captured, and a CUDA graph keeps "
+                f"numbers; give it as a tensor on the device, torch.tensor({was}, device=…), and change that in place, "
+                "or call the optimizer outside of the step."
+            )
+
+
+def _reasons_of_all(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Return the reasons of all stages, each with the stages that have it where others have not."""
     having: dict[str, list[str]] = {}
-    for stages, reasons, _ in found:
+    for stages, reasons in found:
         for reason in dict.fromkeys(reasons):
             having.setdefault(reason, []).append(stages)
     return [
@@ -306,6 +354,11 @@ def _reasons_of_all(found: Sequence[tuple[str, Sequence[str], Any]]) -> list[str
 def _reasons_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD):
+        if any(isinstance(group["lr"], Tensor) and not group["fused"] for group in optimizer.param_groups):
+            yield (
+                f"calls {name}.step(), which reads its learning rate on the host; make it {name}(…, fused=True) if "
+                "parameters are no DTensors, step outside, or take AdamW(…, capturable=True)"
+            )
         return
     if any("capturable" not in group for group in optimizer.param_groups):
         yield f"calls {name}.step(), which counts on the host; step outside, or take AdamW(…, capturable=True)"

@@ -148,6 +148,10 @@ def _of_torchao() -> nn.Module:
             lambda: nn.Sequential(_Fused(8, 8)),
             r"^0 is a transformer_engine.*.Linear, .* Build the model with torch",
         ),
+        (
+            lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8))),
+            r"^0 is a torch.ao.nn.quantized.*.Linear, .* Compile the model before it is quantized",
+        ),
     ],
 )
 def test_quantized_weights_and_fused_modules_are_refused_by_name(

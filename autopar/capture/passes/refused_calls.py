@@ -48,15 +48,17 @@ KERNELS = {
         "whose kernels keep scales, and choose what to run, as they run. Build the model with torch.nn's modules; "
         'hardware="h100:te" plans what TransformerEngine\'s kernels reach'
     ),
+    "torch.ao.nn.quantized": "whose packed weights no graph holds. Compile the model before it is quantized",
+    "torch.ao.nn.intrinsic.quantized": "whose packed weights no graph holds. Compile the model before it is quantized",
 }
-"""Library → why its modules are refused, and what to do."""
+"""Package → why its modules are refused, and what to do."""
 
 
 def check_modules(model: nn.Module) -> None:
     """Raise CaptureError for modules of libraries whose kernels no graph holds."""
     for path, module in model.named_modules():
         kind = type(module)
-        found = KERNELS.get(kind.__module__.partition(".")[0])
+        found = next((why for package, why in KERNELS.items() if f"{kind.__module__}.".startswith(f"{package}.")), None)
         if found is not None:
             raise CaptureError(f"{path or 'the model'} is a {kind.__module__}.{kind.__qualname__}, {found}.")
 

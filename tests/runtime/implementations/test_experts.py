@@ -146,3 +146,22 @@ def test_ranks_drop_what_one_process_drops(
     found = train_on_ranks(with_experts(form), steps, mesh, options, forced(choices(*names)))
     fault = fault_of(found, train_alone(capped(with_experts(form), limit), steps))
     assert not fault, fault
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(8, 16), (6, 5), (8, 3), (3, 8)])
+def test_a_grouped_product_reads_no_counts_on_the_host(inner: int, outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are no multiple of 16 bytes are padded."""
+    counts = torch.tensor([2, 0, 3])
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        rows = torch.randn(5, inner, dtype=dtype, requires_grad=True)
+        stored = torch.randn(3, outer, inner, dtype=dtype, requires_grad=True)
+        matrices = torch.stack([stored[number].t() for number in (0, 0, 2, 2, 2)])
+        expected = (rows[:, None] @ matrices)[:, 0]
+        gradient = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, (rows, stored), gradient)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "tolist", None)
+            found = torch.ops.autopar.grouped_mm(rows, stored.transpose(1, 2), counts)
+            gradients = torch.autograd.grad(found, (rows, stored), gradient)
+        assert found.is_contiguous()
+        torch.testing.assert_close((found, *gradients), (expected, *wanted), rtol=rtol, atol=rtol)

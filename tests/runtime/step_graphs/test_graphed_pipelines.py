@@ -95,6 +95,7 @@ ALSO = [
     ({"pp": 2}, {"dropout": 0.2}, {"schedule": "interleaved_zero_bubble"}, False),
     ({"pp": 2}, {"ties": True}, {"schedule": "gpipe", "precision": "bf16-mixed", "recompute": "full"}, True),
     ({"pp": 2}, {}, {"schedule": "zbv"}, True),
+    ({"pp": 2}, {"dropout": 0.2}, {"schedule": "dualpipev", "precision": "bf16-mixed", "recompute": "full"}, True),
     ({"pp": 2, "dp": 2}, {}, {"strategy": "zero2", "precision": "bf16-mixed"}, True),
     ({"pp": 2, "tp": 2}, {}, {"strategy": "megatron", "microbatches": 2}, True),
 ]
@@ -142,6 +143,27 @@ def test_a_loop_with_its_optimizer_and_clipping_is_one_graph(ranks: Ranks) -> No
     for found, replays, expected, _ in ranks.run(_loop, timeout=PATIENCE):
         assert_close(found, expected, rtol=0, atol=0)
         assert replays == STEPS - WARM_UP
+
+
+def _another_rate() -> str:
+    model = _compiled({"pp": 2}, Words())
+    model.capture_steps(True, RecordedCalls())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = model.cuda_graph(lambda *batch: (model.train_step(*batch), optimizer.step(), optimizer.zero_grad())[0])
+    for number in range(STEPS):
+        step(*_batch(number))
+    if "head.weight" in dict(model.named_parameters()):
+        optimizer.param_groups[0]["lr"] = 0.01
+    try:
+        step(*_batch(STEPS))
+    except InputError as error:
+        return str(error)
+    return "replayed"
+
+
+def test_a_learning_rate_that_changes_on_one_stage_is_refused_on_all(ranks: Ranks) -> None:
+    for found in ranks.run(_another_rate, timeout=PATIENCE):
+        assert found.startswith("lr of SGD in stage 1 is 0.01 now and was 0.1 when the step was captured")
 
 
 def _between_steps() -> Any:

@@ -94,7 +94,7 @@ def _experts_step(choice: str) -> tuple[Any, ...]:
     for graphed in (True, False):
         devices, given = mesh((2,), ("ep",)), batches(STEPS, torch.float32)
         source = autopar.annotate(with_experts(FORM, torch.float32), "*experts.dispatch", ep=f"factor:{choice}")
-        model: Any = autopar.compile(source, devices, given[0], **by_flag(padded_rows=2.0))
+        model: Any = autopar.compile(source, devices, given[0], **by_flag(padded_rows=2.0, precision="bf16-mixed"))
         recorder = RecordedCalls()
         if graphed:
             model.capture_steps(True, recorder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.costs.hardware.load import load
-from autopar.errors import InputError
+from autopar.errors import InputError, PipelineError
 from autopar.runtime.step_graphs.refusals import graph_is_required, reasons_of
 from autopar.runtime.step_graphs.step import MOST_KINDS, WARM_UP
 from tests.support.divided_experts import Form, batches, with_experts
@@ -118,11 +119,21 @@ def test_draws_as_one_device_would_do_them_are_refused(devices: DeviceMesh) -> N
         model.train_step(X)
 
 
-@pytest.mark.parametrize(("role", "reasons"), [("expert", ["sends rows to experts"]), ("replicated", [])])
-def test_experts_on_several_ranks_are_refused(devices: DeviceMesh, role: str, reasons: list[str]) -> None:
-    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp=role)
-    batch = batches(1)[0]
-    compiled: Any = autopar.compile(model, devices, batch, hardware=load("h100"))
+@pytest.mark.parametrize(
+    ("role", "precision", "reasons"),
+    [
+        ("expert", "bf16-mixed", ["sends rows to experts"]),
+        ("replicated", "bf16-mixed", []),
+        ("replicated", None, ['reads their counts on the host in float32; give precision="bf16-mixed"']),
+        ("replicated", "fp16-mixed", ['reads their counts on the host in float16; give precision="bf16-mixed"']),
+    ],
+)
+def test_experts_on_several_ranks_are_refused(
+    devices: DeviceMesh, role: str, precision: str | None, reasons: list[str]
+) -> None:
+    model = autopar.annotate(with_experts(Form(num_experts=8), torch.float32), "*experts*", dp=role)
+    batch = batches(1, torch.float32)[0]
+    compiled: Any = autopar.compile(model, devices, batch, hardware=load("h100"), precision=precision)
     found = list(reasons_of(compiled.prepare((), batch)))
     assert len(found) == len(reasons) and all(b in a for a, b in zip(found, reasons, strict=True))
 
@@ -178,6 +189,14 @@ def test_optimizers_that_count_on_the_host_are_refused(devices: DeviceMesh) -> N
         model.cuda_graph(lambda x: (model(x).backward(), lbfgs.step(lambda: 0.0)))(X)
 
 
+def test_sgd_that_reads_its_learning_rate_from_the_device_is_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    with pytest.raises(InputError, match=r"reads its learning rate on the host; make it SGD\(…, fused"):
+        _run(_step_of(model, lambda loss: 1, optimizer))
+    _run(_step_of(model, lambda loss: 1, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), fused=True)))
+
+
 def test_a_learning_rate_that_is_no_tensor_may_not_change(devices: DeviceMesh) -> None:
     model = _graphed(devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,6 +230,48 @@ def test_train_step_may_be_part_of_a_step_that_is_a_graph(devices: DeviceMesh) -
     model = _graphed(devices)
     _run(model.cuda_graph(lambda x: (model.train_step(x), model.zero_grad())[0]), WARM_UP + 2)
     assert (model._recorder.captures, model._recorder.replays) == (1, 2), "it is a graph of its own"
+
+
+def test_a_region_of_autocast_inside_the_step_is_in_the_graph(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    _run(model.cuda_graph(step), WARM_UP + 2)
+    assert model._recorder.captures == 1
+
+
+def test_a_step_that_sets_modes_is_refused(devices: DeviceMesh) -> None:
+    model = _graphed(devices)
+    with pytest.raises(InputError, match=r"sets a mode, freezes parameters .*; set them before the step, and keep"):
+        _run(
+            model.cuda_graph(lambda x: (model.eval()(x), model.train()(x).backward(), model.zero_grad())),
+            MOST_KINDS + 1,
+        )
+
+
+def test_a_step_of_two_models_is_refused_if_both_learn(devices: DeviceMesh) -> None:
+    """Gradients of the second would be written where its parameters do not look."""
+    one, other = _graphed(devices), _graphed(devices)
+
+    def step(learns: bool, trains: bool, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(learns):
+            second = other.train_step(x) if trains else other(x)
+        loss = one(x) + second
+        loss.backward()
+        one.zero_grad()
+        return loss
+
+    for trains in (False, True):
+        with pytest.raises(InputError, match=r"calls another compiled model, whose gradients .* torch.no_grad"):
+            _run(one.cuda_graph(functools.partial(step, True, trains)))
+    _run(one.cuda_graph(functools.partial(step, False, False)), WARM_UP + 2)
+    assert one._recorder.captures == 1
 
 
 def test_another_mode_is_another_kind_and_frozen_parameters_are_noticed(devices: DeviceMesh) -> None:
@@ -247,17 +308,19 @@ def test_the_plan_counts_the_copies_of_a_batch(devices: DeviceMesh) -> None:
 
 
 GRAPH = autopar.Run(cuda_graph=True)
+DRAWING_ONCE = autopar.Run(cuda_graph=True, deterministic=True)
 ON_H100 = autopar.Mesh({"dp": 2}, hardware="h100")
 STAGES = autopar.Mesh({"pp": 2}, hardware="h100")
 PIPEDREAM = {"pipeline": autopar.Pipeline(schedule="pipedream")}
 
 
 def test_a_plan_without_devices_has_experts_in_a_graph_if_their_rows_are_padded() -> None:
-    model = autopar.annotate(with_experts(Form(num_experts=8)), "*experts*", dp="expert")
-    batch = batches(1)[0]
+    model = autopar.annotate(with_experts(Form(num_experts=8), torch.float32), "*experts*", dp="expert")
+    batch = batches(1, torch.float32)[0]
+    options: dict[str, Any] = {"run": GRAPH, "precision": "bf16-mixed"}
     with pytest.raises(InputError, match=r"sends rows to experts, .* plan with Experts\(padded=…\)"):
-        autopar.plan(model, ON_H100, batch, run=GRAPH)
-    plan = autopar.plan(model, ON_H100, batch, run=GRAPH, experts=autopar.Experts(padded=2.0))
+        autopar.plan(model, ON_H100, batch, **options)
+    plan = autopar.plan(model, ON_H100, batch, experts=autopar.Experts(padded=2.0), **options)
     assert plan.reserved.graph_bytes > 0
 
 
@@ -294,12 +357,21 @@ def test_a_plan_of_a_pipeline_counts_the_copies_of_a_batch_as_compile_does() -> 
         (Regression(), STAGES, {**PIPEDREAM, "microbatches": 2}, 'schedule="pipedream".*, which exchanges versions'),
         (Regression(nn.AlphaDropout()), STAGES, {"microbatches": 2}, "aten.alpha_dropout.*in stage [01]"),
         (Regression(nn.AlphaDropout()), ON_H100, {}, "the step draws random numbers by aten.alpha_dropout"),
+        (Regression(nn.Dropout()), ON_H100, {"run": DRAWING_ONCE}, "the step draws random numbers as one device"),
         (Regression(), ON_H100, {"memory": autopar.Memory(offload="optimizer")}, "the step moves tensors to host"),
     ],
 )
 def test_a_plan_without_devices_refuses_what_cannot_be_a_graph(
     model: Any, mesh: Any, options: dict[str, Any], reason: str
 ) -> None:
+    plan: Any = autopar.plan  # its overloads know no options by name
     with pytest.raises(InputError, match=rf"Run\(cuda_graph=True\).*{reason}.*leave out"):
-        autopar.plan(model, mesh, (X,), run=GRAPH, **options)
-    assert autopar.plan(model, mesh, (X,), run=autopar.Run(cuda_graph="auto"), **options).mesh == mesh
+        plan(model, mesh, (X,), **{"run": GRAPH, **options})
+    assert plan(model, mesh, (X,), **{**options, "run": autopar.Run(cuda_graph="auto")}).mesh == mesh
+
+
+@pytest.mark.parametrize("found", [{}, {"mesh": "auto", "devices": 2, "pipeline": "pp", "hardware": "h100"}])
+def test_a_plan_without_devices_refuses_a_pipeline_that_draws_as_one_device(found: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"mesh": STAGES, "microbatches": 2, **found}
+    with pytest.raises(PipelineError, match=r"Run\(deterministic=True\) draws dropout masks .* leave it out"):
+        autopar.plan(Regression(nn.Dropout()), example_inputs=(X,), run=autopar.Run(deterministic=True), **options)

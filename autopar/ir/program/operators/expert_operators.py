@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
 
 from autopar.ir.program.operators.derivatives import called_directly, once_differentiable
 
@@ -260,8 +261,10 @@ def _combine(
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply rows (R, K) by their expert's matrix (E, K, N), the first counts[0] rows by the first one and so on."""
-    if _is_fast(rows, weight):
-        return torch.ops.aten._grouped_mm(rows, weight, counts.cumsum(0, dtype=torch.int32))
+    if _is_fast(rows):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        found = torch.ops.aten._grouped_mm(_aligned(rows, 1), _aligned(weight, 2), ends)
+        return found[:, : weight.shape[-1]].contiguous()
     found = rows.new_empty(rows.shape[0], weight.shape[-1])
     torch.cat([part @ each for part, each in zip(rows.split(counts.tolist()), weight, strict=True)], out=found)
     return found
@@ -276,18 +279,25 @@ def _grouped_mm_backward(
     grad_rows = _grouped_mm(grad, weight.transpose(1, 2), counts) if of_rows else none
     if not of_weight:
         return grad_rows, none
-    if _is_fast(rows, weight) and _is_fast(grad, weight):
-        return grad_rows, torch.ops.aten._grouped_mm(rows.t(), grad, counts.cumsum(0, dtype=torch.int32))
+    if _is_fast(rows):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        found = torch.ops.aten._grouped_mm(_aligned(rows, 1).t(), _aligned(grad, 1), ends)
+        return grad_rows, found[:, : weight.shape[1], : weight.shape[2]].contiguous()
     sizes = counts.tolist()
     parts = zip(rows.split(sizes), grad.split(sizes), strict=True)
     return grad_rows, torch.stack([part.t() @ each for part, each in parts])
 
 
-def _is_fast(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether PyTorch's own grouped product accepts these matrices."""
-    if rows.dtype not in FAST_DTYPES or rows.shape[0] == 0:
-        return False
-    return not any(size * rows.itemsize % ROW_BYTES for size in (*rows.shape[1:], *weight.shape[1:]))
+def _is_fast(rows: Tensor) -> bool:
+    """Return whether PyTorch has a grouped product for these rows."""
+    return rows.dtype in FAST_DTYPES and rows.shape[0] > 0
+
+
+def _aligned(matrix: Tensor, dims: int) -> Tensor:
+    """Return a matrix with zeros behind its last dims, up to a multiple of ROW_BYTES, as grouped products need."""
+    unit = ROW_BYTES // matrix.itemsize
+    missing = [-size % unit for size in matrix.shape[-dims:]]
+    return F.pad(matrix, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else matrix
 
 
 def _fake_grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
