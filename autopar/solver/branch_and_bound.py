@@ -20,9 +20,7 @@ from autopar.solver.deadline import NEVER, seconds_until
 from autopar.solver.ilp import BUILT_PER_S, until_interrupted
 
 TOLERANCE = 1e-6  # relative: how far SCIP takes a row to be kept, and a bound to be proven
-SCALE = math.sqrt(
-    TOLERANCE
-)  # of the largest coefficient of a row: as many sizes above one as the tolerance leaves below
+SCALE = math.sqrt(TOLERANCE)  # share of the largest coefficient that becomes 1: the least stay above TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

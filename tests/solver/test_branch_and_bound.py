@@ -13,7 +13,7 @@ from ortools.sat.python import cp_model
 
 from autopar.solver import ilp
 from autopar.solver.branch_and_bound import TOLERANCE, Branched, branch_and_bound
-from autopar.solver.deadline import NEVER, after, interruptible
+from autopar.solver.deadline import NEVER, after, is_over
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
@@ -81,9 +81,10 @@ def test_it_ends_when_its_time_is_over_with_what_it_has() -> None:
 
 
 def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with interruptible():
-        monkeypatch.setattr(ilp, "is_over", lambda deadline: True)
-        assert not branch_and_bound(_market_split(), 0.5, NEVER).is_decided
+    monkeypatch.setattr(ilp, "is_interruptible", lambda: True)  # also where another thread has the signals
+    monkeypatch.setattr(ilp, "is_over", lambda deadline: True)
+    until = after(60)
+    assert not branch_and_bound(_market_split(), 0.5, until).is_decided and not is_over(until)
 
 
 def _problem() -> Problem:
