@@ -155,8 +155,9 @@ def _taken(bucket: _Bucket) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a bucket that have learned, and their gradients, which their leaves let go of.
 
     A gradient may be of higher precision than its weight. Autograd casts a gradient to the dtype of its tensor before
-    it is summed: what has cast the tensor gets it apart.
+    it is summed: what has cast the tensor gets it apart, unless other weights are made of that tensor.
     """
+    made_of: set[tuple[Node, int]] | None = None
     values: list[Tensor] = []
     gradients: list[Tensor] = []
     for value, leaf in zip(bucket.values, bucket.leaves, strict=True):
@@ -165,10 +166,28 @@ def _taken(bucket: _Bucket) -> tuple[list[Tensor], list[Tensor]]:
             continue
         exact = getattr(value.grad_fn, "exact", None)
         if exact is not None and gradient.dtype != value.dtype:
-            exact[value.output_nr] = gradient
+            made_of = _made_of(bucket.values) if made_of is None else made_of
+            if (value.grad_fn, value.output_nr) not in made_of:
+                exact[value.output_nr] = gradient
         values.append(value)
         gradients.append(gradient)
     return values, gradients
+
+
+def _made_of(weights: Sequence[Tensor]) -> set[tuple[Node, int]]:
+    """Return the outputs of nodes that weights are made of, with those that these are made of."""
+    found: set[tuple[Node, int]] = set()
+    left, known = [weight.grad_fn for weight in weights], set[Node]()
+    while left:
+        node = left.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        for before, number in node.next_functions:
+            if before is not None:
+                found.add((before, number))
+                left.append(before)
+    return found
 
 
 def _last_waits(node: Node | None, known: dict[Node, tuple[Node, ...]]) -> tuple[Node, ...]:

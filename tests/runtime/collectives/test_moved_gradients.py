@@ -7,12 +7,15 @@ import sys
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from autopar.runtime.collectives.gradient_buckets import gather_parameters, reduce_gradients
+from autopar.runtime.collectives.layout_moves import split_replicated
 from autopar.runtime.collectives.mesh_axes import record_traffic, use_mesh
 from autopar.runtime.collectives.moved_gradients import MovedGradients
+from autopar.runtime.module.stage import leaf_of
 from benchmarks.step_counts import Operations
 from tests.support.ranks import Ranks, mesh
 from tests.support.simulation.fake_mesh import fake_mesh
@@ -95,6 +98,31 @@ def _alive() -> bool:
         return known() is not None
     finally:
         gc.enable()
+
+
+def _gradient_of_a_weight_and_its_part(dtype: torch.dtype) -> Tensor | None:
+    """Give a gathered weight gradients as a whole, and those of this rank's half of it, in two backwards."""
+    line = mesh((2,), ("x",))
+    weight = torch.zeros(4, dtype=dtype, requires_grad=True)
+    with use_mesh(line):
+        (whole,) = gather_parameters("x", (0,), (8,), weight)
+        moved = [whole, split_replicated(whole, "x", 0)]
+        leaves = [leaf_of(each, True, torch.float32) for each in moved]
+        gradients = MovedGradients(moved, leaves, first_uses=(0, 1))
+        for is_last in (False, True):
+            if is_last:
+                gradients.start_in_next_backward()
+            (leaves[0].sum() + 10 * leaves[1].sum()).backward()
+        gradients.finish()
+    return weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gathered_weight_of_which_another_is_made_gets_the_gradients_of_both(
+    dtype: torch.dtype, ranks: Ranks
+) -> None:
+    for gradient in ranks.run(_gradient_of_a_weight_and_its_part, dtype):
+        assert gradient is not None and gradient.tolist() == [2 * (2 * 1.0 + 10.0)] * 4
 
 
 def test_leaves_are_let_go_of_with_the_step(ranks: Ranks) -> None:
