@@ -40,16 +40,16 @@ def branch_and_bound(model: cp_model.CpModel, gap: float, deadline: float, start
     """
     if len(model.proto.variables) > BUILT_PER_S * seconds_until(deadline):
         return Branched(None, -math.inf, False)
-    rows = [_Row.of(each.linear) for each in model.proto.constraints]
+    rows = [_row(each.linear) for each in model.proto.constraints]
     solver = pywraplp.Solver.CreateSolver("SCIP")
     assert solver is not None
     variables = [solver.IntVar(*map(float, each.domain), "") for each in model.proto.variables]
-    for row in rows:
-        unit = max(row.largest * SCALE, 1.0)
-        low = row.low / unit if row.low > cp_model.INT_MIN else -solver.infinity()
-        stated = solver.Constraint(low, row.high / unit if row.high < cp_model.INT_MAX else solver.infinity())
-        for number, coefficient in row.coefficients.items():
-            stated.SetCoefficient(variables[number], coefficient / unit)
+    for coefficients, low, high in rows:
+        unit = max(SCALE * max(map(abs, coefficients.values()), default=0), 1.0)
+        least = low / unit if low > cp_model.INT_MIN else -solver.infinity()
+        row = solver.Constraint(least, high / unit if high < cp_model.INT_MAX else solver.infinity())
+        for number, coefficient in coefficients.items():
+            row.SetCoefficient(variables[number], coefficient / unit)
     objective, costs = solver.Objective(), list(model.proto.objective.coeffs)
     unit = max(map(abs, costs), default=0) * SCALE or 1.0
     for number, cost in zip(list(model.proto.objective.vars), costs, strict=True):
@@ -70,31 +70,17 @@ def branch_and_bound(model: cp_model.CpModel, gap: float, deadline: float, start
     bound = objective.BestBound() * unit
     bound -= TOLERANCE * abs(bound)
     values = tuple([round(each.solution_value()) for each in variables])
-    if not all(row.holds(values) for row in rows):  # by less than the tolerance
+    sums = [sum(each * values[number] for number, each in coefficients.items()) for coefficients, *_ in rows]
+    if any(
+        not low <= total <= high for total, (_, low, high) in zip(sums, rows, strict=True)
+    ):  # by less than TOLERANCE
         return Branched(None, bound, False)
     return Branched(values, bound, status == pywraplp.Solver.OPTIMAL)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """low ≤ Σ coefficients · values ≤ high"""
-
-    coefficients: Counter[int]
-    low: int
-    high: int
-
-    @classmethod
-    def of(cls, linear: Any) -> _Row:
-        coefficients = Counter[int]()
-        for number, coefficient in zip(list(linear.vars), list(linear.coeffs), strict=True):
-            coefficients[number] += coefficient
-        low, high = list(linear.domain)
-        return cls(coefficients, low, high)
-
-    @property
-    def largest(self) -> int:
-        return max(map(abs, self.coefficients.values()), default=0)
-
-    def holds(self, values: Sequence[int]) -> bool:
-        """Return whether the row holds, in whole numbers."""
-        return self.low <= sum(each * values[number] for number, each in self.coefficients.items()) <= self.high
+def _row(linear: Any) -> tuple[Counter[int], int, int]:
+    """Return the coefficients of variables, and the least and the most that they may add up to."""
+    coefficients = Counter[int]()
+    for number, coefficient in zip(list(linear.vars), list(linear.coeffs), strict=True):
+        coefficients[number] += coefficient
+    return coefficients, *linear.domain
