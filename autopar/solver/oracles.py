@@ -96,6 +96,8 @@ class MessageOracle(PricedRows):
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
+        self.patience = PATIENCE
+        """Slow sweeps in a row that end an evaluation."""
         if self._messages is not None and known is not None and known._messages is not None:
             self._messages.take_from(known._messages)
 
@@ -130,7 +132,7 @@ class MessageOracle(PricedRows):
             best, gained = messages.cost, messages.bound - before
             slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == math.inf else 0
             is_near = best < math.inf and best - messages.bound <= near * abs(best)
-            is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
+            is_done = best <= known_bound or messages.bound >= sufficient or slow >= self.patience
             if is_near or is_done or is_over(self.deadline):
                 break
         if messages.cost == math.inf:
