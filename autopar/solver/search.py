@@ -247,7 +247,8 @@ class _Search:
         sufficient = (1 - self.gap) * self.seconds
         reached, choices = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
         self.bound = max(self.bound, reached)
-        self.note(choices)
+        if choices is not None and Stated(self.presolved.problems).fits(choices):
+            self.note(choices)
         near: ReducedCosts | None = None
         steps, of_last, scale = 0, math.inf, abs(reached) or self.largest_seconds or 1.0
         searched, share, too_wide = 0.0, FIRST_MARGIN, math.inf
