@@ -13,7 +13,8 @@
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
 6. *Widen*: the margin grows to twice what the prices of the rest prove, or prices move to those of the rest, until the
-   gap is closed or time is over.
+   gap is closed or time is over. If a margin leaves too much, the widest that does not is searched to the end, and
+   messages sweep on: the nearer they converge, the less is left.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def search(
     try:
         state.price()
         while not state.widen():
-            if not state.reprice():
+            if not (state.reprice() or state.sweep_on()):
                 state.by_ilp()
                 break
     except TimeLimitError:
@@ -148,6 +149,8 @@ class _Search:
         self.best = known
         self.seconds = math.inf if known is None else source.problems()[0].seconds_of(known)
         self.bound = -math.inf
+        self.swept = math.inf, -math.inf
+        """Seconds and bound when messages were last let converge further."""
         self.solver = "elimination" if isinstance(self.whole, EliminationOracle) else "messages"
 
     def found(self) -> Found:
@@ -228,26 +231,37 @@ class _Search:
         self.price()
         return True
 
+    def sweep_on(self) -> bool:
+        """Let messages converge further, in twice as many slow sweeps; False if that proved and found nothing more."""
+        (seconds, bound), self.swept = self.swept, (self.seconds, self.bound)
+        if not isinstance(self.whole, MessageOracle):
+            return False
+        self.whole.patience *= 2
+        return self.seconds < seconds or self.bound - bound > PRICED_NEAR * abs(self.bound)
+
     def widen(self) -> bool:
         """Search within ever wider margins of what prices prove of the whole; False if what is left stays too wide."""
         if self.is_done():
             return True
         exactly = is_closed(self.seconds, self.bound, PRICED_NEAR)
         sufficient = (1 - self.gap) * self.seconds
-        reached, _ = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
+        reached, choices = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
         self.bound = max(self.bound, reached)
+        if choices is not None and Stated(self.presolved.problems).fits(choices):
+            self.note(choices)
         near: ReducedCosts | None = None
-        share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
-        of_last = math.inf
-        while not self.is_done() and WORTHWHILE < share < narrower:
+        steps, of_last, scale = 0, math.inf, abs(reached) or self.largest_seconds or 1.0
+        searched, share, too_wide = 0.0, FIRST_MARGIN, math.inf
+        while not self.is_done() and share - searched > PRICED_NEAR:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
             is_last = widest >= self.seconds - reached
             margin = min(widest, self.seconds - reached + ROUNDING * scale)
             near = self.whole.reduced_costs(self.at, margin) if near is None else near
-            found = self._search_rest(near, margin, reached, is_last)
+            found = self._search_rest(near, margin, reached, is_last or too_wide < math.inf)
             if found is None:
-                share, narrower, near = share / WIDER, share, None
+                too_wide, near = margin / scale, None
+                share = (searched + too_wide) / 2 if searched else too_wide / WIDER
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
             is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
@@ -266,7 +280,8 @@ class _Search:
                     self.bound = max(self.bound, reached)
             else:
                 proven = found.reached - reached
-                share = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
+                wider = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
+                searched, share = share, wider if wider < too_wide else (share + too_wide) / 2
                 near, steps, of_last = None, 0, math.inf
         return self.is_done()
 
@@ -275,7 +290,7 @@ class _Search:
         while not self.is_done():
             problems = self.presolved.problems
             hint = None if self.best is None else self.presolved.restrict(self.best)
-            left, tolerance = seconds_until(self.deadline), self.gap * self.seconds if hint else 0.0
+            left, tolerance = seconds_until(self.deadline), self.gap * max(self.bound, 0.0)
             found = solve_ilp(problems[0], left, hint, tolerance=tolerance, rows=problems[1:])
             self.solver = "ilp"
             if found.status == "infeasible":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
@@ -19,7 +19,7 @@ from autopar.solver import deadline
 from autopar.solver import search as searching
 from autopar.solver.best_below import Best
 from autopar.solver.bounds import core
-from autopar.solver.bounds.prices import Mixture
+from autopar.solver.bounds.prices import PATIENCE, Mixture
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
@@ -150,6 +150,7 @@ tolerances_of = st.sampled_from(
 
 @settings(deadline=None, max_examples=50)
 @given(seed=seeds, shape=shapes, count=counts, way=ways, tolerances=tolerances_of)
+@example(seed=13518, shape="repeated", count=1, way="ilp", tolerances=Tolerances(0.1))
 def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(
     seed: int, shape: str, count: int, way: Way, tolerances: Tolerances
 ) -> None:
@@ -213,12 +214,48 @@ def test_the_next_margin_is_twice_as_wide_as_the_rest_proves(monkeypatch: pytest
         return Best(None, reached + margin, (0.0,), True, reached + proven * margin)
 
     monkeypatch.setattr(searching, "FIRST_MARGIN", 1e-5)
+    monkeypatch.setattr(searching, "PRICED_NEAR", 0.0)
     monkeypatch.setattr(searching._Search, "_search_rest", nothing)
     monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
     with taking("expensive"):
         search(Stated(tuple(problems)), NEVER)
     expected = 2 * proven if 1 < proven < searching.WIDER / 2 else searching.WIDER
     assert margins[1] / margins[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("widest", [2e-4, 3e-3])
+def test_the_widest_margin_that_is_narrow_enough_is_searched_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, widest: float
+) -> None:
+    problems, tried = rows_of(3, SHAPES[0], 1), list[tuple[float, bool]]()
+
+    def narrow(_: object, near: object, margin: float, reached: float, to_the_end: bool) -> Best | None:
+        tried.append((margin / reached, to_the_end))
+        return Best(None, reached + margin, (0.0,), True, reached) if margin <= widest * reached else None
+
+    monkeypatch.setattr(searching._Search, "_search_rest", narrow)
+    monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
+    monkeypatch.setattr(searching._Search, "by_ilp", lambda state: None)
+    with taking("messages"):
+        search(Stated(tuple(problems)), NEVER)
+    assert any(widest - 1.1 * searching.PRICED_NEAR <= margin <= widest and end for margin, end in tried)
+
+
+def test_messages_sweep_on_while_that_proves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, patience, by_ilp = rows_of(3, SHAPES[0], 1), list[int](), list[bool]()
+    gains = iter([0.5, 0.25, 0.2, 0.2])
+
+    def at(oracle: MessageOracle, *args: Any, **options: Any) -> tuple[float, tuple[int, ...] | None]:
+        patience.append(oracle.patience)
+        return 1e-3 * (1 - next(gains)), None
+
+    monkeypatch.setattr(MessageOracle, "at", at)
+    monkeypatch.setattr(searching._Search, "price", lambda state: None)
+    monkeypatch.setattr(searching._Search, "_search_rest", lambda *_: None)
+    monkeypatch.setattr(searching._Search, "by_ilp", lambda state: by_ilp.append(True))
+    with taking("messages"):
+        search(Stated(tuple(problems)), NEVER)
+    assert patience == [PATIENCE << number for number in range(4)] and by_ilp
 
 
 @pytest.mark.parametrize("way", ["expensive", "messages"])
