@@ -2,7 +2,7 @@
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
 bound is counted first, within an ε that grows from round to round. Long counts are broken off if a known solution is
-near enough. Counts that are not are made with an ε that doubles, as one that takes too long ends the search.
+near enough; if not, the search branches (`branch_and_bound`). Then ε doubles, as a long count ends the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.solver.bounds.prices import WORTHWHILE, OverElsewhere, best_prices
+from autopar.solver.branch_and_bound import Fits, branch_and_bound
 from autopar.solver.deadline import is_over
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
@@ -44,6 +45,7 @@ def best_below(
     tolerances: Tolerances,
     incumbent: float,
     is_over_elsewhere: OverElsewhere,
+    fits: Fits,
 ) -> Best:
     """Return the best of what is left that is below some seconds; its bound holds for what is left.
 
@@ -53,9 +55,9 @@ def best_below(
     ones.
     """
     search = _Search(rows, constant, tuple(start), above, below, deadline, gap, tolerances, incumbent)
-    if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
+    if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.priced.mixture):
         return Best(None, search.bound + constant, search.prices, False, search.reached + constant)
-    is_searched = search.run()
+    is_searched = search.run(fits)
     return Best(search.best, search.bound + constant, search.prices, is_searched, search.reached + constant)
 
 
@@ -76,24 +78,33 @@ class _Search:
     ) -> None:
         self.rows, self.constant, self.deadline, self.gap, self.tolerances = rows, constant, deadline, gap, tolerances
         self.incumbent, self.scale = incumbent, abs(below)
-        priced = best_prices(rows, start, self.scale, constant, gap, deadline)
+        self.priced = priced = best_prices(rows, start, self.scale, constant, gap, deadline)
         self.prices, self.best, self.seconds = priced.prices, priced.choices, priced.seconds
-        self.mixture = priced.mixture
         self.bound = self.reached = priced.bound
         self.most = min(self.seconds, below - constant)
         """Seconds that a solution to be found must not exceed."""
         self.epsilon = max(WORTHWHILE * self.scale, 2 * (above - constant - self.reached))
 
-    def run(self) -> bool:
-        """Count within ever wider margins; return whether all was looked at that could be better."""
+    def run(self, fits: Fits) -> bool:
+        """Count within ever wider margins, and branch where that decides nothing; return whether all was looked at
+        that could be better.
+        """
         while not self.is_done():
             limit = min(self.most, self.reached + self.epsilon)
             found = self._counted(limit)
             self._note_solution(found, limit)
-            if not found.is_proven or self.most <= limit:
-                return found.is_proven
-            self.epsilon *= WIDER if self.tolerances.longest < math.inf else 2
+            if not found.is_proven:
+                return self.tolerances.go_on(*self._of_the_whole()) and self._branch(fits)
+            if self.most <= limit:
+                return True
+            self.epsilon *= 2 if self.tolerances.branches else WIDER
         return True
+
+    def _branch(self, fits: Fits) -> bool:
+        tolerance = max(self.gap * min(self.incumbent, self.most + self.constant), ROUNDING * self.scale)
+        found = branch_and_bound(self.rows, self.priced, self.most, tolerance, self.deadline, fits)
+        self._note_solution(found, math.inf)
+        return found.is_proven
 
     def is_done(self) -> bool:
         """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
@@ -108,10 +119,9 @@ class _Search:
         return limit - self.reached + ROUNDING * self.scale
 
     def _counted(self, limit: float) -> Counted:
-        effort = self.tolerances.effort(*self._of_the_whole())
         rest = self.rows.rest(self.prices, limit, self._margin(limit))
         known = self.best if self.seconds <= limit else None
-        return rest.counted(ROUNDING / 2 * self.scale, effort, known)
+        return rest.counted(ROUNDING / 2 * self.scale, known)
 
     def _note_solution(self, found: Counted, limit: float) -> None:
         """Note what was found below a limit."""

@@ -74,6 +74,11 @@ class EliminationOracle(PricedRows):
         left = remaining_of_each(self.problems, self.reduced_costs(prices, margin), margin, self.parts)
         return Rest([] if math.isinf(constant_of(left)) else left, prices, limit, self.deadline)
 
+    def order_of(self, left: Remaining) -> list[int]:
+        """Return the order in which nodes are eliminated, of those that are left."""
+        place = {node: number for number, node in enumerate(left.undecided)}
+        return [place[bucket.bag[0]] for bucket in self.elimination.buckets if bucket.bag[0] in place]
+
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
             self._last = (), []  # the tables at two prices take twice the memory

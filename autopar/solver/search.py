@@ -45,9 +45,9 @@ from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
-from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import only, remaining_of_each
 from autopar.solver.problem import Problem
-from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
+from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances, is_closed
 
 FIRST_MARGIN = 1e-3  # first margin of the search, relative to the bound
 PRICED_NEAR = 1e-4  # gain of better prices, relative to the bound, worth an evaluation of an expensive whole
@@ -264,7 +264,7 @@ class _Search:
                 share = (searched + too_wide) / 2 if searched else too_wide / WIDER
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
-            is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
+            is_stopped = not found.is_searched and not self.tolerances.go_on(self.seconds, self.bound)
             if is_last or is_stopped or self.is_done():
                 return True
             if reached + margin <= found.reached < of_last and steps < PATIENCE and not self.is_expensive:
@@ -317,7 +317,7 @@ class _Search:
 
         None if the treewidth of what is left is too high.
         """
-        tolerances = self.tolerances if is_last else replace(self.tolerances, longest=EFFORT)
+        tolerances = self.tolerances if is_last else replace(self.tolerances, branches=False)
         most = math.inf if isinstance(self.whole, EliminationOracle) else CHEAP_WORK
         prices = self.prices
         while True:
@@ -325,26 +325,21 @@ class _Search:
             constant = constant_of(left)
             if math.isinf(constant):
                 return Best(None, math.inf, prices)
-            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, self._order(left[0]))
+            order = self.whole.order_of(left[0]) if isinstance(self.whole, EliminationOracle) else None
+            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, order)
             if rows is None:
                 return None
             below = min(reached + margin, self.seconds)
-            exceeds = self._exceeds(left[0].extend)
+            exceeds, extend = self._exceeds(left[0].extend), left[0].extend
+            fits = lambda choices, extend=extend: self.note(extend(choices))  # noqa: E731
             found = best_below(
-                rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds, exceeds
+                rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds, exceeds, fits
             )
             if found.choices is not None:
                 self.note(left[0].extend(found.choices))
             if not self._restate() or self.is_done():
                 return found
             prices = self._of_all_rows(found.prices)
-
-    def _order(self, left: Remaining) -> list[int] | None:
-        """Return the order in which the whole is eliminated, of the nodes that are left; None where it is not."""
-        if isinstance(self.whole, MessageOracle):
-            return None
-        place = {node: number for number, node in enumerate(left.undecided)}
-        return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
 
     def _best_prices(self) -> BestPrices:
         return best_prices(

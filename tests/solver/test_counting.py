@@ -33,7 +33,9 @@ def test_a_bound_as_high_as_the_limit_is_a_proof_though_the_search_has_not_ended
     assert best.choices is not None
     monkeypatch.setattr(counting_ilp, "solved", lambda *of: solved(*of) and counting_ilp.cp_model.FEASIBLE)
     for limit, is_proven in ((9.0, False), (best.bound - 1e-6, True)):
-        found = counting_ilp._Counting(RemainingProblem((problem,), (0.05,), limit, math.inf)).solve(1e-9, 1.0, None)
+        found = counting_ilp._Counting(RemainingProblem((problem,), (0.05,), limit, math.inf)).solve(
+            1e-9, None, math.inf
+        )
         assert found.choices is not None and found.is_proven is is_proven
 
 
@@ -50,11 +52,11 @@ def test_a_count_begins_with_known_choices_if_all_of_them_are_left(place: int, m
 
     monkeypatch.setattr(counting_ilp.cp_model.CpModel, "add_hint", noted)
     whole = RemainingProblem((problem,), (0.05,), 9.0, math.inf)
-    found = counting_ilp._Counting(whole).solve(1e-9, math.inf, known)
+    found = counting_ilp._Counting(whole).solve(1e-9, known, math.inf)
     assert found.is_proven and sum(hints) == 5  # one choice of each bag
     hints.clear()
     near = RemainingProblem((problem,), (0.05,), problem.seconds_of(known) - 0.5, math.inf)
-    counting_ilp._Counting(near).solve(1e-9, math.inf, known)
+    counting_ilp._Counting(near).solve(1e-9, known, math.inf)
     assert not hints
 
 
@@ -73,6 +75,6 @@ def test_nothing_is_counted_below_what_is_proven_of_the_whole(monkeypatch: pytes
     )
     for above in (-math.inf, best - 1e-6):
         limits.clear()
-        found = best_below(rows, 0.0, (0.0,), above, 9.0, math.inf, 0.0, EXACT, math.inf, nowhere)
+        found = best_below(rows, 0.0, (0.0,), above, 9.0, math.inf, 0.0, EXACT, math.inf, nowhere, lambda _: True)
         assert found.choices is not None and problem.seconds_of(found.choices) == pytest.approx(best, rel=1e-12)
         assert limits and min(limits) >= above and (above > -math.inf or min(limits) < best - 1e-6)

@@ -52,11 +52,9 @@ def only(problem: Problem, kept: Iterable[Integers]) -> ReducedCosts:
         reduced_cost[left] = -np.inf
         of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
         alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
-    shared: dict[tuple[int, ...], Floats] = {}
-    of_edge = [
-        shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape)) for edge in problem.edges
-    ]
-    return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
+    shapes = [edge.seconds.shape for edge in problem.edges]
+    shared = {shape: np.broadcast_to(-np.inf, shape) for shape in set(shapes)}
+    return ReducedCosts(tuple(alive), tuple(of_node), tuple([shared[shape] for shape in shapes]))
 
 
 def remaining(problem: Problem, found: ReducedCosts, limit: float) -> Remaining:

@@ -12,6 +12,7 @@ from autopar.solver.ilp import SMALL_ILP, solve_ilp
 from autopar.solver.presolve.reduced_cost_fixing import Remaining
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+from autopar.solver.tolerances import EFFORT
 
 SHARE = 0.25  # largest share of the remaining time for one search
 
@@ -30,7 +31,7 @@ class Rest:
     limit: float
     deadline: float
 
-    def counted(self, tolerance: float, effort: float, known: Sequence[int] | None = None) -> Counted:
+    def counted(self, tolerance: float, known: Sequence[int] | None = None) -> Counted:
         """Return the best by counting ILPs, or by the plain ILP where there are too many choices for that.
 
         `known` are choices of the whole to begin with.
@@ -39,20 +40,18 @@ class Rest:
             return Counted(None, self.limit, True)
         start = None if known is None else self.left[0].restrict(known)
         try:
-            return self._of_the_whole(best_counts(self._remaining_problem(), tolerance, self.deadline, effort, start))
+            return self._of_the_whole(best_counts(self._remaining_problem(), tolerance, self.deadline, start))
         except TooManyChoicesError:
-            return self._of_the_whole(self._by_ilp(tolerance, effort, start))
+            return self._of_the_whole(self._by_ilp(tolerance, start))
         except TimeLimitError:
             check(self.deadline)
             return UNSEARCHED
 
-    def _by_ilp(self, tolerance: float, effort: float, start: Sequence[int] | None) -> Counted:
+    def _by_ilp(self, tolerance: float, start: Sequence[int] | None) -> Counted:
         first, *rows = [each.problem for each in self.left]
         if rows and sum(edge.seconds.size for edge in first.edges) > SMALL_ILP:
             return UNSEARCHED
-        is_repeatable = effort < math.inf
-        left = effort if is_repeatable else SHARE * seconds_until(self.deadline)
-        result = solve_ilp(first, left, start, tolerance=tolerance, rows=rows, repeatable=is_repeatable)
+        result = solve_ilp(first, EFFORT, start, tolerance=tolerance, rows=rows, repeatable=True)
         return Counted(result.choices, result.bound, result.status != "timeout")
 
     def _remaining_problem(self) -> RemainingProblem:
