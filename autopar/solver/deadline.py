@@ -57,9 +57,15 @@ class Allowance:
     def from_now(cls, seconds: float) -> Allowance:
         return cls(seconds, after(ENDING * seconds))
 
-    def searching(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block that ends all searches inside in time; what was captured before may have left them little."""
-        return lasting(max(self.until, moment_in(LEAST * self.seconds)), (1 - ENDING) * self.seconds)
+    def searching(self, began: float = NEVER) -> contextlib.AbstractContextManager[None]:
+        """Return a block that ends all searches inside in time; what was captured before may have left them little.
+
+        A plan is written down in about the time in which its space was laid out, which `began` at a moment and ends
+        now.
+        """
+        now, spare = moment_in(0.0), (1 - ENDING) * self.seconds
+        writing = max(now - began, spare)
+        return lasting(max(self.until + spare - writing, now + LEAST * self.seconds), spare)
 
 
 @contextlib.contextmanager
@@ -71,6 +77,16 @@ def lasting(until: float, beyond: float = GRACE) -> Iterator[None]:
     finally:
         _last.reset(last)
         _grace.reset(left)
+
+
+@contextlib.contextmanager
+def until(moment: float) -> Iterator[None]:
+    """End all searches inside by a moment, though blocks around may end before: to look once more, or to write down."""
+    last = _last.set(moment)
+    try:
+        yield
+    finally:
+        _last.reset(last)
 
 
 def whole_is_over() -> bool:
