@@ -34,7 +34,7 @@ from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
 from autopar.planning.simulated import as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
-from autopar.solver.deadline import after, seconds_until
+from autopar.solver.deadline import after, is_over, seconds_until
 from autopar.strategies.presets.data import warn_of_gradients
 
 
@@ -86,6 +86,8 @@ class _Search:
         problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
         space, choices = problems.space, plan.answer.choices
+        if is_over(self.deadline):
+            return plan, None
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
             return plan, None
         in_order = self._with_zigzag_axes(needed)[0].space

@@ -16,7 +16,7 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.space.space import Space
 from autopar.errors import TimeLimitError
-from autopar.planning import planner
+from autopar.planning import best_plan, planner
 from autopar.planning import request as plan_request
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit import memory_limit
@@ -99,6 +99,12 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
     monkeypatch.setattr(planner, "best_within", within)
     autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,), search=autopar.Search(time_limit=time_limit))
     assert ends == [until]
+
+
+def test_no_space_is_laid_out_for_a_search_that_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_plan, "is_over", lambda deadline: True)
+    monkeypatch.setattr(best_plan, "is_worth_another_search", None)  # whoever asks fails
+    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,))
 
 
 def test_what_fits_is_taken_where_there_is_no_time_for_better(
