@@ -60,12 +60,13 @@ class Allowance:
     def searching(self, began: float = NEVER) -> contextlib.AbstractContextManager[None]:
         """Return a block that ends all searches inside in time; what was captured before may have left them little.
 
-        A plan is written down in about the time in which its space was laid out, which `began` at a moment and ends
-        now.
+        What has begun by then may take a moment more. To write the plan down takes about twice as long as to lay out
+        its space, which `began` at a moment and ends now.
         """
         now, spare = moment_in(0.0), (1 - ENDING) * self.seconds
-        writing = max(now - began, spare)
-        return lasting(max(self.until + spare - writing, now + LEAST * self.seconds), spare)
+        writing = min(spare, GRACE) + 2 * max(now - began, 0.0)
+        end = self.until - max(writing - spare, 0.0)
+        return lasting(max(end, now + LEAST * self.seconds), spare)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class LimitQuestions:
 
     @property
     def _until(self) -> float:
-        spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
+        spare = max(self.spare - grace(), 0.0)  # so that there is a number to tell, however late it is
         return max(self.deadline, moment_in(spare))
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
