@@ -257,6 +257,19 @@ def test_whenever_time_is_over_what_is_known_by_then_is_returned(
     assert len(found.prices) <= len(source.stated)
 
 
+def test_the_best_is_returned_though_there_is_no_time_to_state_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = rows_of(3, SHAPES[0], 1)
+    source, known = Lazy(problems), search(Stated(tuple(problems)), NEVER).choices
+
+    def late(*_: object) -> Sequence[Problem]:
+        monkeypatch.setattr(source, "problems", late)
+        raise TimeLimitError
+
+    monkeypatch.setattr(searching._Search, "widen", late)
+    found = search(source, NEVER, known=known)
+    assert found.choices == known and found.seconds == problems[0].seconds_of(known or ())
+
+
 def test_without_any_choices_it_ends_where_it_gives_up() -> None:
     node = Node("a", np.array([0.0, 1.0]), np.array([10, 0]))
     problem = Problem((node,) * 4, (), 25)
