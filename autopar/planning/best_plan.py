@@ -89,6 +89,8 @@ class _Search:
         problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
         space, choices = problems.space, plan.answer.choices
+        if is_over(self.deadline):
+            return plan, None
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
             return plan, None
         in_order = self._with_zigzag_axes(needed)[0].space

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Place
 from autopar.costs.memory.model import MemoryModel, Modes
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.memory.resident_parts import bytes_in
@@ -151,6 +152,7 @@ class Formulation:
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
         found = _Outline([], [])
         for number, decision in enumerate(self.space.decisions):
+            check_whole()
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = self._pinned(seconds, pins[number])
@@ -169,6 +171,7 @@ class Formulation:
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
             found.nodes.append((f"recompute:{name}", allowed, self.memory.tensors.nothing(allowed.shape)))
         for number, tensor_edge in enumerate(self.space.edges):
+            check_whole()  # a table of moves on four axes takes a second
             seconds, ends = self._reshard(tensor_edge), (tensor_edge.source, tensor_edge.target)
             segment = segments.get(self.memory.lifetimes.segment[tensor_edge.target])
             again = None if segment is None else self.memory.backward_seconds(tensor_edge)
@@ -184,10 +187,12 @@ class Formulation:
     def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
         nodes, edges = [], []
         for number, (name, seconds, nothing) in enumerate(outline.nodes):
+            check_whole()
             num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
             assert num_bytes is not None, "every decision has some"
             nodes.append(Node(name, seconds, num_bytes))
         for ends, seconds, taken in outline.edges:
+            check_whole()
             edges.append(Edge(ends, seconds, None if taken is None else self._taken(parts, *taken)))
         return Problem(tuple(nodes), tuple(edges), budget)
 
@@ -208,12 +213,17 @@ class Formulation:
             if row is None:
                 self._row_bytes[row] = _RowBytes.of(nothing, {}, {}, {})
             else:
+
+                def taken(place: Place, uneven: bool = False) -> Modes | None:
+                    check_whole()
+                    return bytes_in(memory, place, row, uneven)
+
                 uneven = space.imbalance > 1
                 self._row_bytes[row] = _RowBytes.of(
-                    {number: bytes_in(memory, number, row) or nothing[number] for number in nothing},
-                    {number: bytes_in(memory, tensor_edge, row) for number, tensor_edge in enumerate(space.edges)},
-                    {number: bytes_in(memory, number, row, uneven) for number in self._with_rows if uneven},
-                    {number: bytes_in(memory, edge, row, uneven) for number, edge in enumerate(space.edges) if uneven},
+                    {number: taken(number) or nothing[number] for number in nothing},
+                    {number: taken(tensor_edge) for number, tensor_edge in enumerate(space.edges)},
+                    {number: taken(number, uneven) for number in self._with_rows if uneven},
+                    {number: taken(edge, uneven) for number, edge in enumerate(space.edges) if uneven},
                 )
         return self._row_bytes[row]
 
@@ -280,7 +290,6 @@ class Formulation:
     def _reshard(self, tensor_edge: TensorEdge) -> np.ndarray:
         key = self.space.kind(tensor_edge)
         if key not in self._matrices:
-            check_whole()  # a table of moves on four axes takes a second
             seconds = self.space.reshard_seconds(tensor_edge)
             self._matrices[key] = self.memory.accumulation.shared_seconds(tensor_edge, seconds)
         return self._matrices[key]

@@ -115,7 +115,7 @@ def search(
 
     `prices` of its rows (in seconds per byte) are near those of the answer, if any are known. The search ends with
     nothing at `gives_up`, a moment before the deadline, if no choices are found by then. `known` are choices that are
-    within all budgets.
+    within all budgets. TimeLimitError if there is no time to begin.
     """
     state = _Search(source, deadline, tolerances, tuple(prices), gives_up, known)
     try:
@@ -140,14 +140,16 @@ class _Search:
         known: tuple[int, ...] | None,
     ) -> None:
         self.source, self.deadline, self.tolerances, self.gives_up = source, deadline, tolerances, gives_up
-        self.presolved = Presolved.of(source.problems())
+        problems = source.problems()
+        self.first = problems[0]
+        self.presolved = Presolved.of(problems)
         self.whole = oracle_of(self.presolved.problems, self.deadline)
         self.prices = self._of_all_rows(prices)
         """Prices of all rows that are stated."""
         self.at = self.prices
         """Prices of the rows of the whole, which may be fewer."""
         self.best = known
-        self.seconds = math.inf if known is None else source.problems()[0].seconds_of(known)
+        self.seconds = math.inf if known is None else self.first.seconds_of(known)
         self.bound = -math.inf
         self.swept = math.inf, -math.inf
         """Seconds and bound when messages were last let converge further."""
@@ -155,11 +157,10 @@ class _Search:
 
     def found(self) -> Found:
         """Return what is known by now."""
-        problems = self.source.problems()
         bound = math.inf if self.bound > self.largest_seconds else self.bound
         if self.best is None:
             return Found(None, math.inf, bound, self.prices, self.solver)
-        seconds = problems[0].seconds_of(self.best)
+        seconds = self.first.seconds_of(self.best)
         is_best = is_closed(self.seconds, bound, ROUNDING)
         return Found(self.best, seconds, seconds if is_best else min(bound, seconds), self.prices, self.solver)
 

@@ -101,6 +101,7 @@ class Lazy:
     mixtures: list[Mixture] = field(default_factory=list)
 
     def problems(self) -> Sequence[Problem]:
+        deadline.check_whole()
         return [self.rows[number] for number in self.stated]
 
     def fits(self, choices: tuple[int, ...]) -> bool:
@@ -270,9 +271,9 @@ def test_equal_layers_that_change_alike_at_a_price_are_mixed(way: Way) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=seeds, shape=shapes, count=counts, way=ways, looks=st.integers(0, 400))
+@given(seed=seeds, shape=shapes, count=counts, way=ways, looks=st.integers(0, 400), whole=st.booleans())
 def test_whenever_time_is_over_what_is_known_by_then_is_returned(
-    seed: int, shape: str, count: int, way: Way, looks: int
+    seed: int, shape: str, count: int, way: Way, looks: int, whole: bool
 ) -> None:
     problems = rows_of(seed, shape, count)
     source, best, shown = Lazy(problems), brute_force(problems), [0.0]
@@ -284,12 +285,26 @@ def test_whenever_time_is_over_what_is_known_by_then_is_returned(
     with taking(way), pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
         try:
-            found = search(source, float(looks))
+            with deadline.lasting(float(looks) if whole else NEVER):
+                found = search(source, float(looks))
         except TimeLimitError:
-            assert looks < 10, "only what comes before any bound may end without one"
+            assert whole or looks < 10, "only what comes before any bound may end without one"
             return
     check(found, problems, best)
     assert len(found.prices) <= len(source.stated)
+
+
+def test_the_best_is_returned_though_there_is_no_time_to_state_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = rows_of(3, SHAPES[0], 1)
+    source, known = Lazy(problems), search(Stated(tuple(problems)), NEVER).choices
+
+    def late(*_: object) -> Sequence[Problem]:
+        monkeypatch.setattr(source, "problems", late)
+        raise TimeLimitError
+
+    monkeypatch.setattr(searching._Search, "widen", late)
+    found = search(source, NEVER, known=known)
+    assert found.choices == known and found.seconds == problems[0].seconds_of(known or ())
 
 
 def test_without_any_choices_it_ends_where_it_gives_up() -> None:

@@ -15,14 +15,14 @@ from dataclasses import replace
 from autopar.console.units import format_share
 from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.space.narrowed import Pins
-from autopar.errors import CutOffError, InfeasibleError, warn_user
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError, warn_user
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, pinned_by
 from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share, without_idle_modes
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import LimitQuestions, Modes
 from autopar.planning.settings import Settings
-from autopar.solver.deadline import ENDING, after, grace, is_over, seconds_until, why_over
+from autopar.solver.deadline import ENDING, NEVER, after, grace, is_over, seconds_until, until, why_over
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import describe_conflict
 from autopar.solver.problem import Problem, Solution
@@ -62,7 +62,10 @@ def best_within(formulation: Formulation, pins: Pins, settings: Settings) -> Ans
         why = f"{why_over()}: " if is_over(deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"
         warn_user(f"{why}the plan is within the limit at every moment, but not proven best: {most}.", RuntimeWarning)
-    return without_idle_modes(found, formulation, pins, modes, limit) if modes else found
+    if not modes:
+        return found
+    with until(NEVER):
+        return without_idle_modes(found, formulation, pins, modes, limit)
 
 
 def _without_a_limit(request: LimitQuestions, modes: Modes | None, settings: Settings) -> Answer:
@@ -96,15 +99,15 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
         return request.stated(rows, limit, modes)
 
     moments = Moments(state, lambda choices: request.taken(choices, modes), limit, list(prices))
-    first = moments.problems()[0]
+    first = request.first_of(moments, limit)
     if first.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(first, deadline))
     gives_up = deadline - HALF * seconds_until(deadline)
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        known = _incumbent(formulation, moments, modes)
-        found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up, known)
+        begun = _begun(first, _incumbent(formulation, moments, modes), tuple(prices.values()))
+        found = _searched(moments, begun, deadline, tolerances, gives_up)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)
@@ -113,17 +116,34 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
             raise CutOffError(math.inf)
         smallest, bound = request.smallest_within(limit, modes), found.bound
         known = choices_of_nodes(smallest.choices, smallest.modes.values()) if smallest.peak_bytes <= limit else None
-        found = search(moments, deadline, tolerances, found.prices, known=known)
+        found = _searched(moments, _begun(first, known, found.prices), deadline, tolerances)
         if found.choices is None:
             raise request.none_within(limit, modes, smallest)
         found = replace(found, bound=min(max(found.bound, bound, 0.0), found.seconds))
     row = row_of(dict(zip(moments.numbers, found.prices, strict=False)))
     row, multiplier = (row, sum(found.prices) / row.total) if row.weights else (None, 0.0)
-    problem = request.stated((row,), limit, modes)[0]
+    with until(NEVER):  # the answer is found
+        problem = request.stated((row,), limit, modes)[0]
     assert found.choices is not None
     num_bytes = problem.bytes_of(found.choices)
     solution = Solution(found.choices, found.seconds, num_bytes, found.bound, found.solver, multiplier)
     return request.answer(problem, solution, modes, row)
+
+
+def _begun(problem: Problem, choices: tuple[int, ...] | None, prices: tuple[float, ...]) -> Found:
+    """Return what is known before a search: choices within all budgets, if there are any, and prices near its own."""
+    seconds = math.inf if choices is None else problem.seconds_of(choices)
+    return Found(choices, seconds, -math.inf, prices, "elimination")
+
+
+def _searched(
+    source: RowSource, begun: Found, deadline: float, tolerances: Tolerances, gives_up: float = math.inf
+) -> Found:
+    """Return what a search finds that begins at what is known, and that if there is no time to begin."""
+    try:
+        return search(source, deadline, tolerances, begun.prices, gives_up, begun.choices)
+    except TimeLimitError:
+        return begun
 
 
 def _incumbent(formulation: Formulation, moments: Moments, modes: Modes | None) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ If there is no plan, the refusal says why: the least that a plan takes, and what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,10 @@ from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
-from autopar.solver.deadline import grace, is_over, moment_in, why_over
+from autopar.solver.deadline import grace, is_over, moment_in, until, why_over
 from autopar.solver.infeasibility import MAX_NAMED, Conflict, describe_conflict, find_conflict
 from autopar.solver.problem import Problem, Solution
+from autopar.solver.search import RowSource
 
 Modes = Mapping[str, str]
 """Segment → its mode, "" where it is free to choose."""
@@ -48,19 +49,22 @@ class LimitQuestions:
             whole, pins = self.formulation.widened(self.pins)
             if error.least_bytes is not None or self.formulation.space.kept is None or is_large(whole.space):
                 raise
-            raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
+            with until(self._until):
+                raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
 
     def _smallest(self, modes: Modes | None, sufficient: int) -> LeastPeak:
         """Return the plan with the least peak, or one with a peak of at most `sufficient` (see `least_peak`)."""
-        return least_peak(self.formulation, self.pins, modes, self._until, sufficient, self.is_brief)
+        with until(moment := self._until):
+            return least_peak(self.formulation, self.pins, modes, moment, sufficient, self.is_brief)
 
     def _least(self, whole: Formulation, pins: Pins, modes: Modes | None) -> str:
         """Return the least peak under other pins on the whole space."""
-        return format_bytes(least_peak(*whole.narrowed(pins), modes, self._until).peak_bytes)
+        with until(moment := self._until):
+            return format_bytes(least_peak(*whole.narrowed(pins), modes, moment).peak_bytes)
 
     @property
     def _until(self) -> float:
-        spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
+        spare = max(self.spare - grace(), 0.0)  # so that there is a number to tell, however late it is
         return max(self.deadline, moment_in(spare))
 
     def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
@@ -97,7 +101,16 @@ class LimitQuestions:
         if not pins or smallest.bound <= limit or is_large(whole.space):
             return None
         row = smallest.weights
-        return find_conflict(whole.problem(pins, row, row.total * limit, modes), self.deadline)
+        with suppress(TimeLimitError), until(self._until):
+            return find_conflict(whole.problem(pins, row, row.total * limit, modes), self.deadline)
+        return None
+
+    def first_of(self, source: RowSource, limit: int) -> Problem:
+        """Return the first problem of a search within a limit; TimeLimitError if there is no time to state it."""
+        try:
+            return source.problems()[0]
+        except TimeLimitError:
+            raise TimeLimitError(self._too_late(limit)) from None
 
     def smallest_within(self, limit: int, modes: Modes | None) -> LeastPeak:
         """Return the smallest plan; its peak may exceed the limit if no plan is proven to.

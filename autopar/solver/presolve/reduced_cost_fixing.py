@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem, cut_table
 
@@ -81,6 +82,7 @@ def remaining_of_each(
     edges: list[list[Edge]] = [[] for _ in problems]
     pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
     for number in parts.edges_at(~decided):
+        check_whole()
         edge, reduced_cost = first.edges[number], found.of_edge[number]
         edge_bytes = [each.edges[number].num_bytes for each in problems]
         ends = [rows[end] for end in edge.ends]
