@@ -20,7 +20,7 @@ from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import parts_of, resident
+from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
 from autopar.costs.space.space import Decision, ExpertRows, Space
 from autopar.costs.space.strategy import Strategy
@@ -49,9 +49,8 @@ def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetiti
     counted = [(parts_of(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
     counted += [(parts_of(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
     for part, count in ((part, count) for parts, count in counted for part in parts):
-        by_mode = resident(symbolic, part, at)
-        mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
-        num_bytes = Size.of(by_mode[mode].item()) if by_mode else Size.of(0)
+        mode = memory.lifetimes.mode_of(part.of, modes) if len(part.modes) > 1 else 0
+        num_bytes = Size.of(part.modes[mode].item()) if memory.presence.is_resident(part, at) else Size.of(0)
         if num_bytes and part.rows is not None:
             num_bytes = symbolic.uneven(part.rows, num_bytes)
         if num_bytes:
