@@ -197,9 +197,8 @@ def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
     modes = context.settings.modes(model.lifetimes.segments)
     if row is None and modes is not None and not all(modes.values()):
         modes = None
-    budget = None if row is None or limit is None else row.total * limit
     try:
-        problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
+        problem = Formulation(costs, model).problem(context.pins, row, limit, modes)
         least = lower_bound(problem, answer.multiplier, deadline)
     except TimeLimitError:
         return found
