@@ -30,9 +30,8 @@ from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import BoundRule
 from autopar.views.formulas.autograd_bytes import hidden_bytes
-from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.repetition import Repetition
-from autopar.views.formulas.symbolic_space import symbolic_space
+from autopar.views.formulas.symbolic_space import LocalSizes, symbolic_space
 from autopar.views.formulas.symbols import Polynomial, Size
 
 
@@ -125,6 +124,6 @@ class _SymbolicBytes(TensorBytes):
         if not other_bytes:
             return np.zeros_like(local)
         shapes = tuple(info.shape for info in call.inputs)
-        make = lambda: self.array([hidden_bytes(decision, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
+        make = lambda: self.array([hidden_bytes(decision.node, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
         (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])
