@@ -112,21 +112,21 @@ class Formulation:
         self,
         pins: Pins,
         row: MemoryRow | None = None,
-        budget: int | None = None,
+        limit: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> Problem:
-        """Return the problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
+        """Return the problem under pins; with a row and a limit, in bytes at each of its moments, within that.
 
         `modes` (segment → mode, some joined by "|", or "" for any) adds the nodes of segments; without it nothing is
         computed again.
         """
-        return self.problems(pins, (row,), budget, modes)[0]
+        return self.problems(pins, (row,), limit, modes)[0]
 
     def problems(
         self,
         pins: Pins,
         rows: Sequence[MemoryRow | None],
-        budget: int | None = None,
+        limit: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> tuple[Problem, ...]:
         """Return the same problem with each of these rows in turn: equal nodes and edges with equal seconds, other
@@ -136,13 +136,14 @@ class Formulation:
         by_mode = tuple(
             [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
         )
-        requested = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
+        requested = pinned_by(pins), limit, None if modes is None else tuple(modes.items()), by_mode
         last = self._last.get(rows[0] is None)
         if last is None or last.requested != requested:
             last = self._last[rows[0] is None] = _Stated(requested, self._outline(pins, modes, by_mode))
         # Searches ask for the rows of before, and some more.
         last.problems = {
-            row: last.problems.get(row) or self._with_bytes(last.outline, each.parts, budget)
+            row: last.problems.get(row)
+            or self._with_bytes(last.outline, each.parts, None if row is None or limit is None else row.total * limit)
             for row, each in held.items()
         }
         return tuple([last.problems[row] for row in rows])
