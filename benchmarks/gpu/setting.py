@@ -132,7 +132,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a part has found so far, in a file that stays when the process of the part is ended."""
+    """The findings of a part so far, in a file that stays when the process of the part is ended."""
 
     path: Path
 

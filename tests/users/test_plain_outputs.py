@@ -165,7 +165,7 @@ def _vocabulary_parallel() -> None:
     torch.testing.assert_close(_gradients(model), _gradients(eager))
 
 
-def _loss_beside_dtensors() -> None:
+def _loss_with_dtensors() -> None:
     eager = WithLoss()
     expected = eager(IDS)["loss"]
     expected.backward()
@@ -179,8 +179,8 @@ def _loss_beside_dtensors() -> None:
         torch.testing.assert_close(_gradients(model), _gradients(eager))
 
 
-def test_a_loss_beside_dtensors_is_plain(ranks: Ranks) -> None:
-    ranks.run(_loss_beside_dtensors)
+def test_a_loss_with_dtensors_is_plain(ranks: Ranks) -> None:
+    ranks.run(_loss_with_dtensors)
 
 
 def test_losses_of_split_logits_stay_split_for_dtensors(ranks: Ranks) -> None:
