@@ -49,7 +49,6 @@ HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "order of the whole": off((oracles.EliminationOracle, "order_of", lambda self, left: None)),
     "surroundings": off((distinct_tables, "SURROUNDINGS", 0)),
     # prices
-    "further prices": off((search, "PATIENCE", 0)),
     "mixtures": off((search._Search, "mix", lambda self, mixture: self.is_done())),
     "rough evaluations": off((search, "PRICED_NEAR", ROUNDING)),
     # high treewidth

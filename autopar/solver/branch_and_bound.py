@@ -28,20 +28,21 @@ from autopar.solver.oracles import EliminationOracle, constant_of
 from autopar.solver.presolve.reduced_cost_fixing import only, remaining_of_each
 from autopar.solver.problem import Integers
 from autopar.solver.remaining.remaining_choices import Counted
+from autopar.solver.tolerances import ROUNDING
 
 Fits = Callable[[tuple[int, ...]], bool]
 """Predicate that is true if choices are also within the budgets that are no rows."""
 
 
 def branch_and_bound(
-    rows: EliminationOracle, priced: BestPrices, most: float, tolerance: float, deadline: float, fits: Fits
+    rows: EliminationOracle, priced: BestPrices, constant: float, most: float, gap: float, deadline: float, fits: Fits
 ) -> Counted:
     """Return the best choices of less than `most` seconds within all budgets, and a bound, by a deadline.
 
-    `priced` are the best prices of all choices. The search ends where what is found is proven within a tolerance, in
-    seconds, and at choices that do not fit.
+    `priced` are the best prices of all choices. The search ends where what is found is proven within a gap, relative to
+    its seconds with a `constant`, and at choices that do not fit.
     """
-    search = _Search(rows, most, tolerance, deadline, fits)
+    search = _Search(rows, constant, most, gap, deadline, fits)
     everything = [np.arange(node.num_strategies) for node in rows.problems[0].nodes]
     search.open(_Branch(priced.bound, 0, everything, priced.prices, priced.mixture))
     search.run()
@@ -60,8 +61,11 @@ class _Branch:
 
 
 class _Search:
-    def __init__(self, rows: EliminationOracle, most: float, tolerance: float, deadline: float, fits: Fits) -> None:
-        self.rows, self.most, self.tolerance, self.deadline, self.fits = rows, most, tolerance, deadline, fits
+    def __init__(
+        self, rows: EliminationOracle, constant: float, most: float, gap: float, deadline: float, fits: Fits
+    ) -> None:
+        self.rows, self.constant, self.most, self.gap, self.deadline = rows, constant, most, gap, deadline
+        self.fits = fits
         self.best: tuple[int, ...] | None = None
         self._open: list[_Branch] = []
         self._numbers = itertools.count()
@@ -72,13 +76,17 @@ class _Search:
         return min(self.most, self._open[0].bound) if self._open else self.most
 
     @property
+    def enough(self) -> float:
+        """Bound at which the best is proven within the gap."""
+        return self.most - max(self.gap, ROUNDING) * abs(self.most + self.constant)
+
+    @property
     def is_proven(self) -> bool:
-        return self.bound >= self.most - self.tolerance
+        return self.bound >= self.enough
 
     def open(self, branch: _Branch) -> None:
-        if branch.bound < self.most - self.tolerance:
-            branch.number = next(self._numbers)
-            heapq.heappush(self._open, branch)
+        branch.number = next(self._numbers)
+        heapq.heappush(self._open, branch)
 
     def run(self) -> None:
         """Divide branches until the best is proven, does not fit, or time is over."""
@@ -136,12 +144,12 @@ class _Search:
         rest, order = [each.problem for each in left], self.rows.order_of(left[0])
         rows = EliminationOracle.of(rest, self.deadline, math.inf, order)
         assert rows is not None, "an order was given"
-        cutoff = self.most - self.tolerance - constant
+        cutoff = self.enough - constant
         found = best_prices(rows, branch.prices, abs(self.most), constant, 0.0, self.deadline, cutoff=cutoff)
         if found.choices is not None and found.seconds + constant < self.most:
             self.best, self.most = left[0].extend(found.choices), found.seconds + constant
-        margin = self.most - constant - found.bound
-        if margin <= self.tolerance:
+        bound, margin = max(branch.bound, found.bound + constant), self.most - constant - found.bound
+        if margin < 0:
             return None
         near, fixed = rows.reduced_costs(found.prices, margin), list(kept)
         for node, place in enumerate(left[0].undecided):
@@ -153,4 +161,4 @@ class _Search:
                 if all(costs[choice] <= margin for costs, choice in zip(near.of_node, choices, strict=True))
             ]
         )
-        return _Branch(max(branch.bound, found.bound + constant), 0, fixed, found.prices, mixture)
+        return _Branch(bound, 0, fixed, found.prices, mixture)

@@ -14,7 +14,7 @@ from autopar.errors import TimeLimitError
 from autopar.solver.bounds.domains import consistent
 from autopar.solver.bounds.message_passing import MessagePassing
 from autopar.solver.bounds.prices import PATIENCE, PricedRows
-from autopar.solver.deadline import NEVER, is_over
+from autopar.solver.deadline import NEVER, after, check, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import (
     EXPENSIVE_WORK,
     Elimination,
@@ -27,11 +27,13 @@ from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
 from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
 from autopar.solver.problem import Floats, Problem
-from autopar.solver.remaining.searches import Rest
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
 from autopar.solver.tolerances import ROUNDING
 
 MAX_SWEEPS = 200  # evaluations of messages at one price
 WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
+SHARE = 0.25  # largest share of the remaining time for one count
 
 
 class EliminationOracle(PricedRows):
@@ -69,10 +71,36 @@ class EliminationOracle(PricedRows):
         evaluated = self._evaluated(prices)
         return reduced_costs(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
 
-    def rest(self, prices: tuple[float, ...], limit: float, margin: float) -> Rest:
-        """Return what is left of choices of at most `limit` seconds: strategies and pairs within a margin of L(λ)."""
+    def counted(
+        self,
+        prices: tuple[float, ...],
+        limit: float,
+        margin: float,
+        tolerance: float,
+        known: Sequence[int] | None = None,
+        goes_on: bool = False,
+    ) -> Counted:
+        """Return the best choices of at most `limit` seconds, by counts of what is left within a margin of L(λ).
+
+        `known` are choices to begin with. Nothing is found where too much is left. A count that `goes_on` takes a
+        share of the time that is left.
+        """
         left = remaining_of_each(self.problems, self.reduced_costs(prices, margin), margin, self.parts)
-        return Rest([] if math.isinf(constant_of(left)) else left, prices, limit, self.deadline)
+        constant, problems = constant_of(left), [each.problem for each in left]
+        if math.isinf(constant):
+            return Counted(None, limit, True)
+        start = None if known is None else left[0].restrict(known)
+        try:
+            soon = after(SHARE * seconds_until(self.deadline))
+            rest = RemainingProblem(problems, prices, limit - constant, soon)
+            found = best_counts(rest, tolerance, self.deadline, start, soon if goes_on else 0.0)
+        except TooManyChoicesError:
+            return Counted(None, -math.inf, False)
+        except TimeLimitError:
+            check(self.deadline)
+            return Counted(None, -math.inf, False)
+        choices = None if found.choices is None else left[0].extend(found.choices)
+        return Counted(choices, min(found.bound + constant, limit), found.is_proven)
 
     def order_of(self, left: Remaining) -> list[int]:
         """Return the order in which nodes are eliminated, of those that are left."""

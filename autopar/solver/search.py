@@ -9,12 +9,12 @@
    of their own, whose best has some layers of each.
 3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
 4. *Search the rest*: little is left. It has prices of its own, and counts of how many equal layers choose what give its
-   best (`remaining`).
+   best (`remaining`). What they leave undecided is divided by what large tensors take (`branch_and_bound`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
-6. *Widen*: the margin grows to twice what the prices of the rest prove, or prices move to those of the rest, until the
-   gap is closed or time is over. If a margin leaves too much, the widest that does not is searched to the end, and
-   messages sweep on: the nearer they converge, the less is left.
+6. *Widen*: the margin grows to twice what the prices of the rest prove, until the gap is closed or time is over. If a
+   margin leaves too much, the widest that does not is searched to the end, and messages sweep on: the nearer they
+   converge, the less is left.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from typing import Protocol
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.best_below import WIDER, Best, best_below
+from autopar.solver.best_below import WIDER, Best, BestBelow
 from autopar.solver.bounds.prices import (
-    NEARER,
-    PATIENCE,
     ROUGHLY,
     WORTHWHILE,
     BestPrices,
@@ -41,7 +39,7 @@ from autopar.solver.bounds.prices import (
 )
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
-from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
@@ -250,40 +248,27 @@ class _Search:
         self.bound = max(self.bound, reached)
         if choices is not None and Stated(self.presolved.problems).fits(choices):
             self.note(choices)
-        near: ReducedCosts | None = None
-        steps, of_last, scale = 0, math.inf, abs(reached) or self.largest_seconds or 1.0
+        scale = abs(reached) or self.largest_seconds or 1.0
         searched, share, too_wide = 0.0, FIRST_MARGIN, math.inf
         while not self.is_done() and share - searched > PRICED_NEAR:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
-            is_last = widest >= self.seconds - reached
-            margin = min(widest, self.seconds - reached + ROUNDING * scale)
-            near = self.whole.reduced_costs(self.at, margin) if near is None else near
+            most = min(self.seconds, self.largest_seconds) - reached
+            is_last = widest >= most
+            margin = min(widest, most + ROUNDING * scale)
+            near = self.whole.reduced_costs(self.at, margin)
             found = self._search_rest(near, margin, reached, is_last or too_wide < math.inf)
             if found is None:
-                too_wide, near = margin / scale, None
+                too_wide = margin / scale
                 share = (searched + too_wide) / 2 if searched else too_wide / WIDER
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
             is_stopped = not found.is_searched and not self.tolerances.go_on(self.seconds, self.bound)
             if is_last or is_stopped or self.is_done():
                 return True
-            if reached + margin <= found.reached < of_last and steps < PATIENCE and not self.is_expensive:
-                # The rest lacks strategies that are cheap at its prices: add those near them.
-                steps, of_last = steps + 1, found.reached
-                others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
-                prices = self._of_all_rows(others.tolist())
-                whole = oracle_of(self.presolved.problems, self.deadline)
-                there, _ = whole.at(prices)
-                near = cheapest(near, whole.reduced_costs(prices, margin))
-                if there > reached:
-                    reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
-                    self.bound = max(self.bound, reached)
-            else:
-                proven = found.reached - reached
-                wider = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
-                searched, share = share, wider if wider < too_wide else (share + too_wide) / 2
-                near, steps, of_last = None, 0, math.inf
+            proven = found.reached - reached
+            wider = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
+            searched, share = share, wider if wider < too_wide else (share + too_wide) / 2
         return self.is_done()
 
     def by_ilp(self) -> None:
@@ -333,9 +318,8 @@ class _Search:
             below = min(reached + margin, self.seconds)
             exceeds, extend = self._exceeds(left[0].extend), left[0].extend
             fits = lambda choices, extend=extend: self.note(extend(choices))  # noqa: E731
-            found = best_below(
-                rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds, exceeds, fits
-            )
+            rest = BestBelow(rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds)
+            found = rest.search(exceeds, fits)
             if found.choices is not None:
                 self.note(left[0].extend(found.choices))
             if not self._restate() or self.is_done():

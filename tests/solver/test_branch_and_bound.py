@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
 from autopar.solver import branch_and_bound as branching
-from autopar.solver.best_below import best_below
+from autopar.solver.best_below import BestBelow
 from autopar.solver.bounds.prices import best_prices, nowhere
 from autopar.solver.branch_and_bound import Fits, branch_and_bound
 from autopar.solver.deadline import NEVER
@@ -37,14 +37,18 @@ def best_of(problems: Sequence[Problem]) -> float:
 
 
 def branched(
-    problems: Sequence[Problem], most: float = math.inf, fits: Fits = lambda _: True, deadline: float = NEVER
+    problems: Sequence[Problem],
+    most: float = math.inf,
+    fits: Fits = lambda _: True,
+    deadline: float = NEVER,
+    gap: float = 0.0,
 ) -> tuple[Counted, float]:
     """Return what branch and bound finds, and what prices alone prove."""
     rows = EliminationOracle.of(problems, NEVER, math.inf)
     assert rows is not None
     priced = best_prices(rows, (0.01,) * len(problems), 1.0, 0.0, 0.0, NEVER)
     most = min(most, sum(float(n.seconds.max()) for n in problems[0].nodes) + len(problems[0].edges) + 1)
-    return branch_and_bound(rows, priced, most, CLOSE, deadline, fits), priced.bound
+    return branch_and_bound(rows, priced, 0.0, most, gap, deadline, fits), priced.bound
 
 
 def large_tensors(count: int = 12) -> Problem:
@@ -70,6 +74,17 @@ def test_it_finds_what_brute_force_finds(seed: int, shape: str, count: int) -> N
         assert best - 2 * CLOSE <= found.bound <= best + CLOSE
 
 
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), shape=st.sampled_from(SHAPES), gap=st.sampled_from([0.01, 0.1, 0.5]))
+def test_what_is_near_enough_has_a_bound_that_holds(seed: int, shape: str, gap: float) -> None:
+    problems = random_rows(seed, shape, 2, 6)
+    best, (found, _) = best_of(problems), branched(problems, gap=gap)
+    assert found.is_proven and found.bound <= best + CLOSE
+    if found.choices is not None:
+        seconds = problems[0].seconds_of(found.choices)
+        assert seconds - found.bound <= gap * seconds + CLOSE
+
+
 def test_it_closes_the_gap_of_prices_where_large_tensors_fill_the_memory() -> None:
     problem = large_tensors()
     best, (found, priced) = best_of([problem]), branched([problem])
@@ -92,9 +107,9 @@ def test_nothing_better_than_what_is_known_is_proven_too() -> None:
 
 
 def test_choices_that_do_not_fit_elsewhere_end_it() -> None:
-    asked = list[tuple[int, ...]]()
-    found, priced = branched([large_tensors()], fits=lambda choices: bool(asked.append(choices)))
-    assert len(asked) == 1 and asked[0] == found.choices and not found.is_proven and found.bound >= priced
+    seen = list[tuple[int, ...]]()
+    found, priced = branched([large_tensors()], fits=lambda choices: bool(seen.append(choices)))
+    assert len(seen) == 1 and seen[0] == found.choices and not found.is_proven and found.bound >= priced
 
 
 def test_the_bound_holds_where_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +137,8 @@ def test_what_counts_leave_undecided_is_branched_unless_that_is_enough(
     rows = EliminationOracle.of([problem], NEVER, math.inf)
     monkeypatch.setattr(counting_ilp, "EFFORT", 1e-9)
     assert rows is not None
-    found = best_below(
-        rows, 0.0, (0.01,), -math.inf, 30.0, NEVER, 0.0, tolerances, math.inf, nowhere, lambda choices: True
-    )
+    rest = BestBelow(rows, 0.0, (0.01,), -math.inf, 30.0, NEVER, 0.0, tolerances, math.inf)
+    found = rest.search(nowhere, lambda choices: True)
     assert found.is_searched is (tolerances == EXACT)
     if found.is_searched:
         assert found.choices is not None
@@ -139,17 +153,17 @@ def test_a_search_branches_again_with_the_rows_that_its_choices_exceed(monkeypat
 
     class Source(Stated):
         def problems(self) -> Sequence[Problem]:
-            return self.rows if asked else self.rows[:1]
+            return self.rows if seen else self.rows[:1]
 
         def fits(self, choices: tuple[int, ...]) -> bool:
             is_within = super().fits(choices)
             if not is_within:
-                asked.append(choices)
+                seen.append(choices)
             return is_within
 
-    asked = list[tuple[int, ...]]()
+    seen = list[tuple[int, ...]]()
     found = search(Source((first, other)), NEVER)
     best = best_of([first, other])
-    assert asked and (found.choices is None) == math.isinf(best)
+    assert seen and (found.choices is None) == math.isinf(best)
     if found.choices is not None:
         assert found.seconds == pytest.approx(best, rel=1e-8)

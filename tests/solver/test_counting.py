@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.solver.best_below import best_below
+from autopar.solver.best_below import BestBelow
 from autopar.solver.bounds.prices import nowhere
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.problem import Edge, Node, Problem
-from autopar.solver.remaining import counting_ilp, searches
+from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
 from autopar.solver.tolerances import EXACT
@@ -61,13 +61,13 @@ def test_a_count_begins_with_known_choices_if_all_of_them_are_left(place: int, m
 
 
 def test_nothing_is_counted_below_what_is_proven_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, limits, counted = _problem(0), [], searches.Rest.counted
+    problem, limits, counted = _problem(0), [], EliminationOracle.counted
 
-    def noted(self: searches.Rest, *args: Any) -> Counted:
-        limits.append(self.limit)
-        return counted(self, *args)
+    def noted(self: EliminationOracle, prices: tuple[float, ...], limit: float, *args: Any) -> Counted:
+        limits.append(limit)
+        return counted(self, prices, limit, *args)
 
-    monkeypatch.setattr(searches.Rest, "counted", noted)
+    monkeypatch.setattr(EliminationOracle, "counted", noted)
     rows = EliminationOracle.of([problem], math.inf, math.inf)
     assert rows is not None
     best = min(
@@ -75,6 +75,7 @@ def test_nothing_is_counted_below_what_is_proven_of_the_whole(monkeypatch: pytes
     )
     for above in (-math.inf, best - 1e-6):
         limits.clear()
-        found = best_below(rows, 0.0, (0.0,), above, 9.0, math.inf, 0.0, EXACT, math.inf, nowhere, lambda _: True)
+        rest = BestBelow(rows, 0.0, (0.0,), above, 9.0, math.inf, 0.0, EXACT, math.inf)
+        found = rest.search(nowhere, lambda _: True)
         assert found.choices is not None and problem.seconds_of(found.choices) == pytest.approx(best, rel=1e-12)
         assert limits and min(limits) >= above and (above > -math.inf or min(limits) < best - 1e-6)

@@ -27,6 +27,7 @@ from autopar.solver.deadline import NEVER, check, seconds_until
 from autopar.solver.ilp import SMALL_ILP, solved
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+from autopar.solver.remaining.scip import solve_by_scip
 from autopar.solver.tolerances import EFFORT
 
 
@@ -51,13 +52,15 @@ def best_counts(
     tolerance: float,
     deadline: float = NEVER,
     known: Sequence[int] | None = None,
+    until: float = 0.0,
 ) -> Counted:
     """Return the choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
     CP-SAT ends with what it has after `EFFORT`, which is counted in its deterministic seconds: the answer is the same
-    on every machine. It begins with `known` choices, if there are some. Raises TooManyChoicesError.
+    on every machine. It begins with `known` choices, if there are some. SCIP goes on with what that leaves undecided,
+    `until` a moment. Raises TooManyChoicesError.
     """
-    return _Counting(remaining_problem).solve(tolerance, known, deadline)
+    return _Counting(remaining_problem).solve(tolerance, known, deadline, until)
 
 
 class _Counting:
@@ -67,7 +70,7 @@ class _Counting:
         self.model = cp_model.CpModel()
         self.steps: list[_Step] = []
 
-    def solve(self, tolerance: float, known: Sequence[int] | None, deadline: float) -> Counted:
+    def solve(self, tolerance: float, known: Sequence[int] | None, deadline: float, until: float = 0.0) -> Counted:
         if self.remaining_problem.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.elimination.buckets:
@@ -85,16 +88,20 @@ class _Counting:
         solver.parameters.max_time_in_seconds = seconds_until(deadline)
         solver.parameters.max_deterministic_time = EFFORT
         solver.parameters.relative_gap_limit = 0.0
-        solver.parameters.absolute_gap_limit = max(0.999, tolerance / 2 / unit)
+        solver.parameters.absolute_gap_limit = gap = max(0.999, tolerance / 2 / unit)
         status = solved(solver, self.model)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:
             return Counted(None, self.limit, True)
-        if status == cp_model.UNKNOWN:
-            return Counted(None, -math.inf, False)
-        bound = min(constant + solver.best_objective_bound * unit, self.limit)
-        is_decided = status == cp_model.OPTIMAL or bound >= self.limit
-        return Counted(self._handed_out(solver.response_proto.solution), bound, is_decided)
+        is_decided = status == cp_model.OPTIMAL
+        values = None if status == cp_model.UNKNOWN else tuple(solver.response_proto.solution)
+        least = -math.inf if values is None else solver.best_objective_bound
+        if not is_decided and until:
+            found = solve_by_scip(self.model, gap, until, values or ())
+            is_decided, least = found.is_decided, max(least, found.bound)
+            values = values if found.values is None else found.values
+        choices, bound = None if values is None else self._handed_out(values), min(constant + least * unit, self.limit)
+        return Counted(choices, bound, is_decided or bound >= self.limit)
 
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
