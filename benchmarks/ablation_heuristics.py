@@ -11,14 +11,13 @@ from unittest import mock
 import numpy as np
 
 from autopar.planning.memory_limit import least_peak, moments
-from autopar.solver import oracles, search
+from autopar.solver import best_below, oracles, search
 from autopar.solver.bounds import message_passing
-from autopar.solver.branch_and_bound import Branched
 from autopar.solver.elimination import bucket_elimination, distinct_tables
 from autopar.solver.presolve import presolved
 from autopar.solver.presolve.contraction import Contracted
 from autopar.solver.problem import Problem
-from autopar.solver.remaining import counting_ilp
+from autopar.solver.remaining.remaining_choices import Counted
 from autopar.solver.tolerances import ROUNDING
 
 Patch = tuple[object, str, object]
@@ -47,17 +46,16 @@ HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     # presolve and orders of elimination
     "contraction": off((presolved, "contract_each", _none_contracted)),
     "other orders": off((bucket_elimination, "ORDERS", ((True, False),))),
-    "order of the whole": off((search._Search, "_order", lambda self, left: None)),
+    "order of the whole": off((oracles.EliminationOracle, "order_of", lambda self, left: None)),
     "surroundings": off((distinct_tables, "SURROUNDINGS", 0)),
     # prices
-    "further prices": off((search, "PATIENCE", 0)),
     "mixtures": off((search._Search, "mix", lambda self, mixture: self.is_done())),
     "rough evaluations": off((search, "PRICED_NEAR", ROUNDING)),
     # high treewidth
     "arc consistency": off((message_passing, "Domains", lambda *args: None)),
     "slow sweeps": off((oracles, "WORTHWHILE", 0.0)),
     # counts
-    "branch and bound": off((counting_ilp, "branch_and_bound", lambda *args: Branched(None, -math.inf, False))),
+    "branch and bound": off((best_below, "branch_and_bound", lambda *args: Counted(None, -math.inf, False))),
     # the memory limit
     "moments of mixtures": off((moments.Moments, "exceeds", lambda self, mixture: False)),
     "fixing of peaks": off((least_peak._Search, "by_fixing", lambda self: None)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu.llama_by_hand import LlamaByHand
 from benchmarks.gpu.parts import CALIBRATION, PARTS, Outcome, Part, of_command, run_all
 from benchmarks.gpu.ranks import Case
-from benchmarks.gpu.setting import Finding, Row, Setting
+from benchmarks.gpu.setting import Draft, Finding, Row, Setting
 from tests.support.ranks import Ranks, mesh
 
 SMALL = Setting("cpu", small=True, profile="cpu")
@@ -99,7 +101,7 @@ def test_the_parts_go_on_after_one_that_fails_and_predict_with_the_measured_prof
 ) -> None:
     seen = []
 
-    def run(part: Part, setting: Setting, folder: Path, left_s: float) -> Outcome:
+    def run(part: Part, setting: Setting, folder: Path, left_s: float, before: Finding | None) -> Outcome:
         seen.append((part.name, Path(setting.profile).name))
         finding = Finding(data={"name": "measured"}) if part.name == CALIBRATION else None
         return Outcome(part.name, part.about, 1.0, finding, "" if finding else "failed")
@@ -129,36 +131,99 @@ def test_a_resumed_run_measures_what_the_last_results_of_the_device_lack(
     assert Path(other.about).name == "profile.json", "the profile of the results is predicted with"
 
 
-def test_cases_after_one_that_ends_the_ranks_are_listed_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_after_one_that_ends_the_ranks_run_on_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def on_ranks(world: Any, work: Any, arguments: Any) -> None:
-        *_, log = arguments
-        log.write_text(json.dumps([{"name": CASES[0].name, "found": "", "goal": "", "reached": True}]))
-        raise RuntimeError("rank 1 failed")
+        cases, _, draft = arguments
+        draft.add(Row(cases[0].name, "as one", reached=True))
+        if cases == CASES:
+            raise RuntimeError("rank 1 failed")
 
     monkeypatch.setattr(gpu_ranks, "on_ranks", on_ranks)
-    rows = gpu_ranks.trained_as_one(CASES, 2)(SMALL).rows
-    assert [(row.name, row.reached) for row in rows] == list(
-        zip([c.name for c in CASES], [True, False, False], strict=True)
+    rows = gpu_ranks.trained_as_one(CASES, 2)(SMALL, Draft(tmp_path / "found.json")).rows
+    assert [(row.name, row.found, row.reached) for row in rows] == [
+        ("one", "as one", True),
+        ("two", "RuntimeError: rank 1 failed", False),
+        ("three", "as one", True),
+    ]
+
+
+def test_finished_cases_of_a_part_outlive_its_time_and_a_resumed_run_measures_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Draft(tmp_path / "case-one.json").add(Row("one", "as one", reached=True))
+    script = f"cd {tmp_path} && mv case-one.json ranks-2.json && echo in case two && exec sleep 60"
+
+    def wait(process: Any, seconds: float | None = None) -> int:  # the time is over once case two has begun
+        if seconds is None:
+            return waited(process)
+        while "in case two" not in (tmp_path / "ranks-2.log").read_text():
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired("", seconds)
+
+    waited = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    outcome = of_command(_part("ranks-2"), ["sh", "-c", script], tmp_path / "ranks-2.json", 60.0)
+    monkeypatch.undo()
+    assert outcome.finding == Finding((Row("one", "as one", reached=True),))
+    assert outcome.reason.splitlines() == ["did not end in its 60 s", "in case two"]
+    assert results.verdict([outcome]) == "1 of 1 goals met; in part: ranks-2" and not results.is_whole([outcome])
+
+    known = {"device": "NVIDIA H200"}
+    text = results.write(tmp_path, known, [outcome]).read_text()
+    assert "as one" in text and "more was not measured; did not end in its 60 s" in text
+
+    def measure(part: Part, command: Any, output: Path, box_s: float) -> Outcome:
+        monkeypatch.setattr(gpu_ranks, "on_ranks", on_ranks)
+        return Outcome(part.name, part.about, 1.0, gpu_ranks.trained_as_one(CASES, 2)(SMALL, Draft(output)))
+
+    def on_ranks(world: Any, work: Any, arguments: Any) -> None:
+        for case in arguments[0]:
+            arguments[-1].add(Row(case.name, "later", reached=True))
+
+    monkeypatch.setattr(parts, "of_command", measure)
+    (whole,) = run_all(SMALL, [_part("ranks-2")], tmp_path, 60.0, results.latest(tmp_path, known))
+    assert whole.finding is not None and not whole.reason
+    assert [(row.name, row.found) for row in whole.finding.rows] == [
+        ("one", "as one"),
+        ("two", "later"),
+        ("three", "later"),
+    ]
+    (left,) = run_all(SMALL, [_part("ranks-2")], tmp_path, 0.0, {outcome.part: outcome})
+    assert left.finding == outcome.finding, "what was found stays where no time is left to go on"
+
+
+def test_tests_that_are_over_count_though_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "test_on_the_device.py"
+    module.write_text(
+        "import pytest\n@pytest.mark.cuda\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n): assert n != 1\n"
     )
-    assert "rank 1 failed" in rows[1].found and "not run" in rows[2].found
+    monkeypatch.setattr(parts, "CUDA_TESTS", str(module))
+    draft = Draft(tmp_path / "tests.json")
+    total, failed = _part("tests").measure(Setting(), draft).rows
+    assert "1 failed, 2 passed" in total.found and total.reached is False
+    assert "test_it[1]" in failed.found
+    (so_far,) = draft.read().rows
+    assert so_far == Row("tests so far", "2 passed, 1 failed", "all pass")
 
 
-def _difference(wrong: bool) -> list[Any]:
+def _difference(wrong: bool) -> list[Row]:
     """Rows of a case on these ranks; `wrong`: its losses are those of other weights."""
     case = Case("messages", {"pp": 2}, {"schedule": "1f1b", "microbatches": 2})
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "rows.json")
+        draft = Draft(Path(folder, "rows.json"))
         if wrong:
             gpu_ranks.CLOSE = -1.0
-        gpu_ranks._run([case], "cpu", log)
-        return json.loads(log.read_text()) if dist.get_rank() == 0 else []
+        gpu_ranks._run([case], "cpu", draft)
+        return list(draft.read().rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_ranks_of_a_pipeline_train_as_one_process(wrong: bool, ranks: Ranks) -> None:
     (row,), _ = ranks.run(_difference, wrong)
-    assert row["reached"] is not wrong
+    assert row.reached is not wrong
 
 
 def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path) -> None:

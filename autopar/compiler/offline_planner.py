@@ -46,7 +46,7 @@ from autopar.planning.request import PlanRequest, axes_of_parts
 from autopar.runtime.module.batches import batch_size, split_batch
 from autopar.runtime.module.inputs import call_signature, canonical_arguments
 from autopar.runtime.module.local_batch import layouts_of_parts, whole_batch
-from autopar.solver.deadline import Allowance, after, interruptible, is_over, lasting, seconds_until
+from autopar.solver.deadline import Allowance, after, interruptible, is_over, lasting, moment_in, seconds_until
 
 USUAL_AXES, MOST_AXES = 2, 3
 """Axes of a searched mesh, that of a pipeline excluded."""
@@ -354,9 +354,10 @@ class OfflinePlanner:
 
         with progress(f"planning on {mesh}", 2) as step, uncollected():
             step("strategies and costs")
+            began = moment_in(0.0)
             space = space_of(tiles)
             step("solving")
-            with interruptible(), self.allowance.searching():
+            with interruptible(), self.allowance.searching(began):
                 return self.cache.plan(request, space, space_of)
 
     @uncollected()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -105,7 +106,7 @@ class Real:
 
     def check(self, found: Any, where: str) -> None:
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not self.least <= found < math.inf:
+        if not is_number or not self.least <= found <= sys.float_info.max:
             differs(found, where, self)
 
 

@@ -1,15 +1,16 @@
 """The best plan of a space for a request.
 
-1. *First plan*: that of a warm start, or of a search in which all axes zigzag-shard positions that may.
+1. *First plan*: that of a search in which all axes zigzag-shard positions that may, or one that begins at a warm start.
 2. *Storage*: a plan with whole parameters is taken in its place if that has the shorter step (`whole_parameters`).
 3. *Further searches*: with what the simulated step waits for, and positions in order where attention does not divide
-   its queries (`simulated`). A warm start is followed by one in any case.
+   its queries (`simulated`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.costs.memory.microbatches import Microbatches
@@ -18,6 +19,7 @@ from autopar.costs.space.narrowed import Pins, is_large
 from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
@@ -32,9 +34,9 @@ from autopar.planning.replicated_work import (
 )
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.simulated import as_simulated
+from autopar.planning.simulated import as_simulated, simulated_seconds
 from autopar.planning.whole_parameters import with_storage_settled
-from autopar.solver.deadline import after, seconds_until
+from autopar.solver.deadline import after, is_over, seconds_until, whole_is_over
 from autopar.strategies.presets.data import warn_of_gradients
 
 
@@ -51,7 +53,8 @@ def best_plan(
     if request.first_zigzag_axes is not None:
         stated = stated.with_zigzag_axes(())
     search = _Search(request, stated, specified, storage or {}, deadline)
-    draft, in_order = search.begun() or search.first()
+    started = search.begun()
+    draft, in_order = (started, None) if started else search.first()
     plan = as_simulated(draft, search.again, deadline, in_order)
     space, choices = context_of(plan).space, context_of(plan).choices
     warn_of_plan(request, plan, space, choices, stored=bool(storage))
@@ -86,6 +89,8 @@ class _Search:
         problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
         space, choices = problems.space, plan.answer.choices
+        if is_over(self.deadline):
+            return plan, None
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
             return plan, None
         in_order = self._with_zigzag_axes(needed)[0].space
@@ -93,8 +98,11 @@ class _Search:
             return plan, None  # its pins are of other strategies
         return plan, in_order
 
-    def begun(self) -> tuple[Draft, Space] | None:
-        """Return the plan of the warm start, and its space; None without one that the request allows."""
+    def begun(self) -> Draft | None:
+        """Return the plan of a search that begins at the warm start, with its costs, or the start if that is shorter.
+
+        None without a warm start that the request allows.
+        """
         start = self.request.warm_start
         if start is None:
             return None
@@ -102,7 +110,17 @@ class _Search:
         problems, pins = self._with_zigzag_axes(start.zigzag_axes)
         problems = Statements(problems.space.waiting_for(start.waited))
         made = begun(self._runs(), problems, pins, self.request.searched, start)
-        return None if made is None else (self._settled(self._marked(made), problems), problems.space)
+        if made is None:
+            return None
+        made = self._settled(self._marked(made), problems)
+        if is_over(self.deadline) or whole_is_over():
+            return made
+        with suppress(CutOffError, InfeasibleError, TimeLimitError):
+            found = self.again(problems.space, made, 0.0)
+            if simulated_seconds(found) <= simulated_seconds(made):
+                return found
+            return replace(made, answer=replace(made.answer, bound=found.answer.bound))
+        return made
 
     def again(self, costs: Space, incumbent: Draft, gap: float) -> Draft:
         """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.costs.memory.lifetimes import Place
 from autopar.costs.memory.model import MemoryModel, Modes
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.memory.resident_parts import bytes_in
@@ -111,21 +112,21 @@ class Formulation:
         self,
         pins: Pins,
         row: MemoryRow | None = None,
-        budget: int | None = None,
+        limit: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> Problem:
-        """Return the problem under pins; with a row and its budget, which is for the whole row, under a memory limit.
+        """Return the problem under pins; with a row and a limit, in bytes at each of its moments, within that.
 
         `modes` (segment → mode, some joined by "|", or "" for any) adds the nodes of segments; without it nothing is
         computed again.
         """
-        return self.problems(pins, (row,), budget, modes)[0]
+        return self.problems(pins, (row,), limit, modes)[0]
 
     def problems(
         self,
         pins: Pins,
         rows: Sequence[MemoryRow | None],
-        budget: int | None = None,
+        limit: int | None = None,
         modes: Mapping[str, str] | None = None,
     ) -> tuple[Problem, ...]:
         """Return the same problem with each of these rows in turn: equal nodes and edges with equal seconds, other
@@ -135,13 +136,14 @@ class Formulation:
         by_mode = tuple(
             [frozenset[int]().union(*each) for each in zip(*(h.by_mode for h in held.values()), strict=True)]
         )
-        requested = pinned_by(pins), budget, None if modes is None else tuple(modes.items()), by_mode
+        requested = pinned_by(pins), limit, None if modes is None else tuple(modes.items()), by_mode
         last = self._last.get(rows[0] is None)
         if last is None or last.requested != requested:
             last = self._last[rows[0] is None] = _Stated(requested, self._outline(pins, modes, by_mode))
         # Searches ask for the rows of before, and some more.
         last.problems = {
-            row: last.problems.get(row) or self._with_bytes(last.outline, each.parts, budget)
+            row: last.problems.get(row)
+            or self._with_bytes(last.outline, each.parts, None if row is None or limit is None else row.total * limit)
             for row, each in held.items()
         }
         return tuple([last.problems[row] for row in rows])
@@ -151,6 +153,7 @@ class Formulation:
         segments = {} if modes is None else {name: len(self.space.decisions) + i for i, name in enumerate(modes)}
         found = _Outline([], [])
         for number, decision in enumerate(self.space.decisions):
+            check_whole()
             seconds = self._seconds(number, decision)
             if number in pins:
                 seconds = self._pinned(seconds, pins[number])
@@ -169,6 +172,7 @@ class Formulation:
             allowed = np.array([0.0 if each in taken else np.inf for each in self.memory.lifetimes.modes])
             found.nodes.append((f"recompute:{name}", allowed, self.memory.tensors.nothing(allowed.shape)))
         for number, tensor_edge in enumerate(self.space.edges):
+            check_whole()  # a table of moves on four axes takes a second
             seconds, ends = self._reshard(tensor_edge), (tensor_edge.source, tensor_edge.target)
             segment = segments.get(self.memory.lifetimes.segment[tensor_edge.target])
             again = None if segment is None else self.memory.backward_seconds(tensor_edge)
@@ -184,10 +188,12 @@ class Formulation:
     def _with_bytes(self, outline: _Outline, parts: _Parts, budget: int | None) -> Problem:
         nodes, edges = [], []
         for number, (name, seconds, nothing) in enumerate(outline.nodes):
+            check_whole()
             num_bytes = self._taken(parts, NODE, number, False) if nothing is None else nothing
             assert num_bytes is not None, "every decision has some"
             nodes.append(Node(name, seconds, num_bytes))
         for ends, seconds, taken in outline.edges:
+            check_whole()
             edges.append(Edge(ends, seconds, None if taken is None else self._taken(parts, *taken)))
         return Problem(tuple(nodes), tuple(edges), budget)
 
@@ -208,12 +214,17 @@ class Formulation:
             if row is None:
                 self._row_bytes[row] = _RowBytes.of(nothing, {}, {}, {})
             else:
+
+                def taken(place: Place, uneven: bool = False) -> Modes | None:
+                    check_whole()
+                    return bytes_in(memory, place, row, uneven)
+
                 uneven = space.imbalance > 1
                 self._row_bytes[row] = _RowBytes.of(
-                    {number: bytes_in(memory, number, row) or nothing[number] for number in nothing},
-                    {number: bytes_in(memory, tensor_edge, row) for number, tensor_edge in enumerate(space.edges)},
-                    {number: bytes_in(memory, number, row, uneven) for number in self._with_rows if uneven},
-                    {number: bytes_in(memory, edge, row, uneven) for number, edge in enumerate(space.edges) if uneven},
+                    {number: taken(number) or nothing[number] for number in nothing},
+                    {number: taken(tensor_edge) for number, tensor_edge in enumerate(space.edges)},
+                    {number: taken(number, uneven) for number in self._with_rows if uneven},
+                    {number: taken(edge, uneven) for number, edge in enumerate(space.edges) if uneven},
                 )
         return self._row_bytes[row]
 
@@ -280,7 +291,6 @@ class Formulation:
     def _reshard(self, tensor_edge: TensorEdge) -> np.ndarray:
         key = self.space.kind(tensor_edge)
         if key not in self._matrices:
-            check_whole()  # a table of moves on four axes takes a second
             seconds = self.space.reshard_seconds(tensor_edge)
             self._matrices[key] = self.memory.accumulation.shared_seconds(tensor_edge, seconds)
         return self._matrices[key]

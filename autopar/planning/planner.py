@@ -287,7 +287,7 @@ def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -
         row=found.row,
     )
     plan = replace(draft, context=changed).written()
-    return replace(plan, context=changed.widened())
+    return replace(plan, context=changed if changed.space is context.space else changed.widened())
 
 
 def fetched_ahead(answer: Answer, memory: MemoryModel, settings: Settings) -> MemoryModel:

@@ -97,6 +97,12 @@ def choices_of(plan: Plan, space: Space) -> tuple[int, ...]:
     return tuple(found)
 
 
+def is_offered(plan: Plan, space: Space) -> bool:
+    """Return whether a space offers all that a plan chooses."""
+    offered = ((each.name, set(map(str, each.candidates.strategies))) for each in space.decisions)
+    return all(plan.choices.get(name) in strategies for name, strategies in offered)
+
+
 def evaluate(space: Space, choices: Sequence[int]) -> float:
     """Return the predicted seconds of a choice per decision, in the space's own cost."""
     seconds = sum(

@@ -8,11 +8,10 @@ collective:
     share of a kind = (seconds that its step waits for it - seconds of messages that nothing hides) / seconds of others
 
 and the problem is solved again, from the plan, at most twice. The next plan is taken if its timeline, with all
-micro-batches, is shorter, and searched for again if its step waits for more than its costs say. Otherwise the plan
-before is kept, with the costs of its own step and the bound of the last search, which holds for all plans under these
-costs, unless moves that are cheaper by these make its step longer; if costs and step differ even then, it is searched
-for once more. A plan that no search follows, though its costs are far from its step, gets those of its step. If axes
-zigzag-shard positions that the plan has in order, the next search is of the space without them, and made in any case.
+micro-batches, is shorter, and searched for again if its step waits for more than its costs say. The same plan is taken
+with its new costs. Otherwise the plan before is kept, with the costs and the bound of the search that found it, which
+its timeline may differ from. If axes zigzag-shard positions that the plan has in order, the next search is of the space
+without them, and made in any case.
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
@@ -34,19 +33,14 @@ from autopar.costs.space.space import Space, without_gradient
 from autopar.costs.steps.step import microbatch_seconds, step_timeline
 from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
-from autopar.planning.formulation import Formulation
 from autopar.planning.record import Draft
 from autopar.planning.settings import Chosen, context_of
-from autopar.planning.step_seconds import step_seconds_of
 from autopar.solver.deadline import is_over, whole_is_over
-from autopar.solver.oracles import lower_bound
 
 ROUNDS = 3
 """Searches at most, with the first one; the last ends where it could gain less than `WORTH`."""
 DIFFERENT = 0.02
 """Relative to the step: costs of weights that differ by less from the timeline's are kept."""
-FAR = 0.05
-"""Relative to the step: costs of weights of the plan that is kept that differ by more become those of its own step."""
 WORTH = 1e-3
 """Relative to the step: how much shorter the next plan's timeline has to be."""
 
@@ -76,10 +70,6 @@ class Simulated(Protocol):
 
     def is_same(self, other: Self) -> bool:
         """Return whether another plan has the same choices."""
-        ...
-
-    def priced_as(self, other: Self) -> Self:
-        """Return the plan with the costs of another one."""
         ...
 
 
@@ -120,21 +110,16 @@ def shortest_simulated(
 
 
 def _better(best: S, found: S, is_simpler: bool) -> tuple[S, bool]:
-    """Return a next plan if its simulated step is shorter, or else the plan before with the next one's costs.
+    """Return a next plan if its simulated step is shorter, or as long and the plan is the same or simpler.
 
-    A next plan that is simpler, as its positions are in order, is also taken if it is as fast. Also return whether
-    another search may follow: not after a shorter plan whose step is within its costs, and not after one whose step is
-    longer with the next one's costs.
+    A plan is simpler if its positions are in order. Also return whether another search may follow: not after a shorter
+    plan whose step is within its costs.
     """
-    is_same, most = found.is_same(best), (1 + WORTH) * best.simulated_seconds
+    most, is_same = (1 + WORTH) * best.simulated_seconds, found.is_same(best)
     if not is_same and found.simulated_seconds < (1 - WORTH) * best.simulated_seconds:
         return found, found.timeline.seconds > (1 + DIFFERENT) * found.priced_seconds
-    if is_same or (is_simpler and found.simulated_seconds <= most):
+    if (is_same or is_simpler) and found.simulated_seconds <= most:
         return found, True
-    if found.space.has_same_candidates(best.space):
-        priced = best.priced_as(found)  # under other costs the same layouts may be reached by other moves
-        if priced.simulated_seconds <= most:
-            return priced, True
     return best, False
 
 
@@ -166,10 +151,6 @@ class _SimulatedPlan:
     def is_same(self, other: _SimulatedPlan) -> bool:
         return self.plan.strategies == other.plan.strategies and self.plan.recompute == other.plan.recompute
 
-    def priced_as(self, other: _SimulatedPlan) -> _SimulatedPlan:
-        plan = _priced_as(self.plan, other.plan)
-        return self.of(replace(plan, notes=(*plan.notes, OF_A_LONGER_STEP)))
-
 
 def as_simulated(plan: Draft, again: Again, deadline: float, space: Space | None = None) -> Plan:
     """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
@@ -178,38 +159,7 @@ def as_simulated(plan: Draft, again: Again, deadline: float, space: Space | None
         return _SimulatedPlan.of(again(costs, best.plan, gap))
 
     found = shortest_simulated(_SimulatedPlan.of(plan), next_one, deadline, space)
-    found = _by_its_own_step(found, deadline)
     return _written(found.plan, found.timeline)
-
-
-def _by_its_own_step(found: _SimulatedPlan, deadline: float) -> _SimulatedPlan:
-    """Return the plan with the costs of its own step, where those of its search are far from these.
-
-    Its bound is that of one evaluation at its prices of memory. So is that of a warm start that searches left in place.
-    """
-    plan, context, answer = found.plan, found.plan.context, found.plan.answer
-    apart, shares = _waited(found)
-    is_near = apart <= FAR * found.timeline.seconds
-    if (is_near and answer.bound > 0) or is_over(deadline) or whole_is_over():
-        return found
-    costs = found.space.waiting_for({**dict(found.space.overlapped.waited), **({} if is_near else shares)})
-    model, row, limit = context.memory_model.on(costs), context.row, context.settings.tensor_limit
-    modes = context.settings.modes(model.lifetimes.segments)
-    if row is None and modes is not None and not all(modes.values()):
-        modes = None
-    budget = None if row is None or limit is None else row.total * limit
-    try:
-        problem = Formulation(costs, model).problem(context.pins, row, budget, modes)
-        least = lower_bound(problem, answer.multiplier, deadline)
-    except TimeLimitError:
-        return found
-    parts, runs = step_seconds_of(model, found.choices, answer.modes), model.microbatches
-    searched = parts.per_microbatch(runs.count) if runs.several else parts.seconds
-    bound = parts.seconds - max(0.0, searched - least)
-    context = replace(context, space=costs, memory_model=model, problem=problem)
-    priced = replace(plan, answer=replace(answer, bound=bound, problem=problem), context=context)
-    again = found.of(_priced_as(plan, priced))
-    return again if again.simulated_seconds <= (1 + WORTH) * found.simulated_seconds else found
 
 
 def _written(draft: Draft, timeline: Timeline) -> Plan:
@@ -263,18 +213,3 @@ def _waited(found: Simulated) -> tuple[float, Mapping[str, float]]:
     space = found.space
     hides = space.hardware.communication_share < 1 and space.program.learns
     return waited_shares(space, found.choices, found.timeline) if hides else (0.0, {})
-
-
-def _priced_as(best: Draft, found: Draft) -> Draft:
-    """Return a plan with the costs, and the bound, of another one."""
-    choices, modes = best.answer.choices, best.answer.modes
-    model = found.context.memory_model.fetching_ahead(best.context.memory_model.prefetch)
-    seconds = step_seconds_of(model, choices, modes).seconds
-    context = replace(found.context, memory_model=model, choices=choices)
-    return Draft(context, replace(found.answer, choices=choices, modes=modes, seconds=seconds), best.notes)
-
-
-OF_A_LONGER_STEP = (
-    "the sum of costs prefers a plan whose simulated step is longer, which the optimality gap is measured from"
-)
-"""Note on a plan with the costs of one that is less by these."""

@@ -1,17 +1,17 @@
 """The best of what prices leave of a problem with several memory rows, below so many seconds.
 
 Counts of equal parts (`counting_ilp`) are exact, and take little as long as there is little to count: what is near the
-bound is counted first, within an ε that grows from round to round. Long counts are broken off if a known solution is
-near enough. Counts that are not are made with an ε that doubles, as one that takes too long ends the search.
+bound is counted first, within an ε that grows from round to round. What counts leave undecided is branched
+(`branch_and_bound`), unless a known solution is near enough. Then ε doubles, as a long count ends the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.solver.bounds.prices import WORTHWHILE, OverElsewhere, best_prices
+from autopar.solver.branch_and_bound import Fits, branch_and_bound
 from autopar.solver.deadline import is_over
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.remaining.remaining_choices import Counted
@@ -33,87 +33,79 @@ class Best:
     """Bound that the prices alone prove."""
 
 
-def best_below(
-    rows: EliminationOracle,
-    constant: float,
-    start: Sequence[float],
-    above: float,
-    below: float,
-    deadline: float,
-    gap: float,
-    tolerances: Tolerances,
-    incumbent: float,
-    is_over_elsewhere: OverElsewhere,
-) -> Best:
-    """Return the best of what is left that is below some seconds; its bound holds for what is left.
+@dataclass
+class BestBelow:
+    """A search for the best of what is left; its own seconds exclude the constant, those of the whole do not."""
 
-    `constant` are the seconds of what is decided, `start` prices that are near the best. Of the whole problem, no
-    choices take less than `above`, and some take the `incumbent` seconds. If the bound of the prices is below the
-    limit, the choices that they mix are checked against the other budgets: a solution found here would exceed the same
-    ones.
-    """
-    search = _Search(rows, constant, tuple(start), above, below, deadline, gap, tolerances, incumbent)
-    if search.reached < search.most and not search.is_done() and is_over_elsewhere(search.mixture):
-        return Best(None, search.bound + constant, search.prices, False, search.reached + constant)
-    is_searched = search.run()
-    return Best(search.best, search.bound + constant, search.prices, is_searched, search.reached + constant)
+    rows: EliminationOracle
+    constant: float
+    """Seconds of what is decided."""
+    start: tuple[float, ...]
+    """Prices that are near the best."""
+    above: float
+    """Seconds that all choices of the whole take at least."""
+    below: float
+    """Seconds that the best is looked for below."""
+    deadline: float
+    gap: float
+    tolerances: Tolerances
+    incumbent: float
+    """Seconds that known choices of the whole take."""
 
-
-class _Search:
-    """State of a search in the remaining problem; seconds exclude the constant, except in `incumbent`."""
-
-    def __init__(
-        self,
-        rows: EliminationOracle,
-        constant: float,
-        start: tuple[float, ...],
-        above: float,
-        below: float,
-        deadline: float,
-        gap: float,
-        tolerances: Tolerances,
-        incumbent: float,
-    ) -> None:
-        self.rows, self.constant, self.deadline, self.gap, self.tolerances = rows, constant, deadline, gap, tolerances
-        self.incumbent, self.scale = incumbent, abs(below)
-        priced = best_prices(rows, start, self.scale, constant, gap, deadline)
-        self.prices, self.best, self.seconds = priced.prices, priced.choices, priced.seconds
-        self.mixture = priced.mixture
-        self.bound = self.reached = priced.bound
-        self.most = min(self.seconds, below - constant)
+    def __post_init__(self) -> None:
+        self.scale = abs(self.below)
+        self.priced = best_prices(self.rows, self.start, self.scale, self.constant, self.gap, self.deadline)
+        self.best, self.seconds, self.bound = self.priced.choices, self.priced.seconds, self.priced.bound
+        self.most = min(self.seconds, self.below - self.constant)
         """Seconds that a solution to be found must not exceed."""
-        self.epsilon = max(WORTHWHILE * self.scale, 2 * (above - constant - self.reached))
 
-    def run(self) -> bool:
-        """Count within ever wider margins; return whether all was looked at that could be better."""
-        while not self.is_done():
-            limit = min(self.most, self.reached + self.epsilon)
-            found = self._counted(limit)
-            self._note_solution(found, limit)
-            if not found.is_proven or self.most <= limit:
-                return found.is_proven
-            self.epsilon *= WIDER if self.tolerances.longest < math.inf else 2
-        return True
+    def search(self, is_over_elsewhere: OverElsewhere, fits: Fits) -> Best:
+        """Return the best; its bound holds for what is left.
+
+        If the bound of the prices is below the limit, the choices that they mix are checked against the other budgets:
+        a solution found here would exceed the same ones.
+        """
+        reached, prices = self.priced.bound + self.constant, self.priced.prices
+        if self.bound < self.most and not self.is_done() and is_over_elsewhere(self.priced.mixture):
+            return Best(None, reached, prices, False, reached)
+        is_searched = self._run(fits)
+        return Best(self.best, self.bound + self.constant, prices, is_searched, reached)
 
     def is_done(self) -> bool:
         """Return whether the incumbent is near enough, nothing better can be found, or the time is over."""
         nothing_left = self.bound >= self.most - ROUNDING * self.scale
         return nothing_left or is_over(self.deadline) or is_closed(*self._of_the_whole(), self.gap)
 
+    def _run(self, fits: Fits) -> bool:
+        """Count within ever wider margins, and branch where that decides nothing; return whether all was looked at
+        that could be better.
+        """
+        reached = self.priced.bound
+        epsilon = max(WORTHWHILE * self.scale, 2 * (self.above - self.constant - reached))
+        while not self.is_done():
+            limit = min(self.most, reached + epsilon)
+            margin = limit - reached + ROUNDING * self.scale
+            known = self.best if self.seconds <= limit else None
+            goes_on = self.tolerances.go_on(*self._of_the_whole())
+            found = self.rows.counted(self.priced.prices, limit, margin, ROUNDING / 2 * self.scale, known, goes_on)
+            self._note(found, limit)
+            if not found.is_proven:
+                return goes_on and not self.is_done() and self._branch(fits)
+            if self.most <= limit:
+                return True
+            epsilon *= 2 if self.tolerances.branches else WIDER
+        return True
+
+    def _branch(self, fits: Fits) -> bool:
+        found = branch_and_bound(self.rows, self.priced, self.constant, self.most, self.gap, self.deadline, fits)
+        self._note(found, math.inf)
+        return found.is_proven
+
     def _of_the_whole(self) -> tuple[float, float]:
         """Return the seconds of the best of the whole problem that is known, and its bound."""
         return min(self.seconds + self.constant, self.incumbent), self.bound + self.constant
 
-    def _margin(self, limit: float) -> float:
-        return limit - self.reached + ROUNDING * self.scale
-
-    def _counted(self, limit: float) -> Counted:
-        effort = self.tolerances.effort(*self._of_the_whole())
-        rest = self.rows.rest(self.prices, limit, self._margin(limit))
-        known = self.best if self.seconds <= limit else None
-        return rest.counted(ROUNDING / 2 * self.scale, effort, known)
-
-    def _note_solution(self, found: Counted, limit: float) -> None:
+    def _note(self, found: Counted, limit: float) -> None:
         """Note what was found below a limit."""
         if found.choices is not None:
             seconds = self.rows.problems[0].seconds_of(found.choices)

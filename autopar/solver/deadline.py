@@ -57,9 +57,16 @@ class Allowance:
     def from_now(cls, seconds: float) -> Allowance:
         return cls(seconds, after(ENDING * seconds))
 
-    def searching(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block that ends all searches inside in time; what was captured before may have left them little."""
-        return lasting(max(self.until, moment_in(LEAST * self.seconds)), (1 - ENDING) * self.seconds)
+    def searching(self, began: float = NEVER) -> contextlib.AbstractContextManager[None]:
+        """Return a block that ends all searches inside in time; what was captured before may have left them little.
+
+        What has begun by then may take a moment more. To write the plan down takes about twice as long as to lay out
+        its space, which `began` at a moment and ends now.
+        """
+        now, spare = moment_in(0.0), (1 - ENDING) * self.seconds
+        writing = min(spare, GRACE) + 2 * max(now - began, 0.0)
+        end = self.until - max(writing - spare, 0.0)
+        return lasting(max(end, now + LEAST * self.seconds), spare)
 
 
 @contextlib.contextmanager
@@ -71,6 +78,16 @@ def lasting(until: float, beyond: float = GRACE) -> Iterator[None]:
     finally:
         _last.reset(last)
         _grace.reset(left)
+
+
+@contextlib.contextmanager
+def until(moment: float) -> Iterator[None]:
+    """End all searches inside by a moment, though blocks around may end before: to look once more, or to write down."""
+    last = _last.set(moment)
+    try:
+        yield
+    finally:
+        _last.reset(last)
 
 
 def whole_is_over() -> bool:

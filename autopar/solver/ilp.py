@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.solver.deadline import NEVER, is_interruptible, is_over
+from autopar.errors import TimeLimitError
+from autopar.solver.deadline import NEVER, after, is_interruptible, is_over, nothing_found, seconds_until
 from autopar.solver.problem import Edge, Problem
 
 COST_BITS = 40  # the largest cost is 2**40 units: sums over thousands of nodes stay far below 2**62
@@ -74,10 +75,14 @@ def solve_ilp(
     most = MAX_VARIABLES if repeatable else min(MAX_VARIABLES, BUILT_PER_S * time_limit)
     if time_limit <= 0 or num_pairs > most:
         return IlpResult(None, -math.inf, "timeout")
+    deadline = NEVER if repeatable else after(time_limit)
     model = _Model()
     _choose_one_strategy(model, problem, by_bytes)
     limited = () if by_bytes else tuple(each for each in (problem, *rows) if each.budget is not None)
-    _tie_pairs_to_strategies(model, problem, by_bytes, limited)
+    try:
+        _tie_pairs_to_strategies(model, problem, by_bytes, limited, deadline)
+    except TimeLimitError:
+        return IlpResult(None, -math.inf, "timeout")
     for number, each in enumerate(limited):
         _limit_memory(model, each, number)
     unit = _minimise(model, by_bytes)
@@ -91,7 +96,7 @@ def solve_ilp(
     if repeatable:
         solver.parameters.max_deterministic_time = time_limit
     else:
-        solver.parameters.max_time_in_seconds = time_limit
+        solver.parameters.max_time_in_seconds = seconds_until(deadline)
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.absolute_gap_limit = max(0.999, tolerance / unit)
     status = solved(solver, model.cp)
@@ -142,8 +147,13 @@ def _choose_one_strategy(model: _Model, problem: Problem, by_bytes: bool) -> Non
         model.terms += [(float(costs[i]) - least, s) for i, s in variables.items() if costs[i] > least]
 
 
-def _tie_pairs_to_strategies(model: _Model, problem: Problem, by_bytes: bool, limited: Sequence[Problem]) -> None:
-    """State Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, likewise for three ends; `limited` have memory rows."""
+def _tie_pairs_to_strategies(
+    model: _Model, problem: Problem, by_bytes: bool, limited: Sequence[Problem], deadline: float
+) -> None:
+    """State Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, likewise for three ends; `limited` have memory rows.
+
+    TimeLimitError where that takes until the deadline.
+    """
     for number, edge in enumerate(problem.edges):
         costs = np.where(np.isfinite(edge.seconds), _bytes_of(edge), np.inf) if by_bytes else edge.seconds
         byte_terms = [_bytes_of(each.edges[number]) for each in limited]
@@ -165,6 +175,8 @@ def _tie_pairs_to_strategies(model: _Model, problem: Problem, by_bytes: bool, li
             continue
         by_end: list[dict[int, list[cp_model.IntVar]]] = [defaultdict(list) for _ in edge.ends]
         for place in zip(*np.nonzero(np.isfinite(block)), strict=True):
+            if is_over(deadline):
+                raise TimeLimitError(nothing_found())
             e = model.cp.new_bool_var("")
             for end, (index, strategies) in enumerate(zip(place, allowed, strict=True)):
                 by_end[end][strategies[index]].append(e)

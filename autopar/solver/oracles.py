@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
-
-import numpy as np
 
 from autopar.errors import TimeLimitError
 from autopar.solver.bounds.domains import consistent
 from autopar.solver.bounds.message_passing import MessagePassing
-from autopar.solver.bounds.prices import PATIENCE
-from autopar.solver.deadline import NEVER, is_over
+from autopar.solver.bounds.prices import PATIENCE, PricedRows
+from autopar.solver.deadline import NEVER, after, check, is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import (
     EXPENSIVE_WORK,
     Elimination,
@@ -29,22 +26,22 @@ from autopar.solver.elimination.evaluation import choices_of, evaluate, optimum
 from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
 from autopar.solver.presolve.presolved import Presolved
 from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
-from autopar.solver.problem import Floats, Integers, Parts, Problem
-from autopar.solver.remaining.searches import Rest
-from autopar.solver.tolerances import ROUNDING, SUM_ROUNDING
+from autopar.solver.problem import Floats, Problem
+from autopar.solver.remaining.counting_ilp import best_counts
+from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+from autopar.solver.tolerances import ROUNDING
 
-UNLIMITED = 2**62  # bytes
 MAX_SWEEPS = 200  # evaluations of messages at one price
 WORTHWHILE = 0.02  # share of the open gap: a sweep that closes less is slow
+SHARE = 0.25  # largest share of the remaining time for one count
 
 
-class EliminationOracle:
-    """A problem with several memory rows, ready to be evaluated at prices."""
+class EliminationOracle(PricedRows):
+    """The oracle of low treewidth, exact."""
 
     def __init__(self, problems: Sequence[Problem], tables: Tables, elimination: Elimination, deadline: float) -> None:
-        self.problems, self.tables, self.elimination = tuple(problems), tables, elimination
-        self.deadline = deadline
-        self.budgets = budgets_of(problems)
+        super().__init__(problems, deadline)
+        self.tables, self.elimination = tables, elimination
         self._last: tuple[tuple[float, ...], list[Floats]] = (), []
 
     @classmethod
@@ -62,44 +59,53 @@ class EliminationOracle:
             elimination = compile_order(problems[0], tables, order)
         return None if elimination is None else cls(problems, tables, elimination, deadline)
 
-    def at(
-        self,
-        prices: tuple[float, ...],
-        known_bound: float = -math.inf,
-        sufficient: float = math.inf,
-        near: float = ROUNDING,
-    ) -> tuple[float, tuple[int, ...]]:
-        """Return L(λ), and choices that attain it, however little would do."""
-        (least, choices), paid = self.least(prices), float(np.dot(prices, self.budgets))
-        if math.isinf(least):
-            return least, choices
-        slack = SUM_ROUNDING * (abs(least) + paid)  # rounding must not let the bound pass what it bounds
-        return least - paid - slack, choices
-
-    def least(self, prices: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
-        """Return the least seconds + prices · bytes of any choices, and choices that take it."""
+    def least(self, prices: tuple[float, ...], *_: float, **__: float) -> tuple[float, tuple[int, ...]]:
+        """Return the least seconds + prices · bytes of any choices, and choices that take it, however little would
+        do.
+        """
         evaluated = self._evaluated(prices)
         return optimum(self.elimination, evaluated), choices_of(self.elimination, evaluated)
-
-    def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
-        """Return the seconds of choices, and their bytes in each row."""
-        seconds, row_bytes = self.parts.cost_of(choices)
-        return seconds, np.array(row_bytes)
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Nodes and edges of the problems, grouped by equal arrays."""
-        return Parts(self.problems)
 
     def reduced_costs(self, prices: tuple[float, ...], margin: float) -> ReducedCosts:
         """Return the reduced costs of strategies above L(λ), where they are below a margin."""
         evaluated = self._evaluated(prices)
         return reduced_costs(self.problems[0], self.elimination, self.tables, evaluated, margin, self.deadline)
 
-    def rest(self, prices: tuple[float, ...], limit: float, margin: float) -> Rest:
-        """Return what is left of choices of at most `limit` seconds: strategies and pairs within a margin of L(λ)."""
+    def counted(
+        self,
+        prices: tuple[float, ...],
+        limit: float,
+        margin: float,
+        tolerance: float,
+        known: Sequence[int] | None = None,
+        goes_on: bool = False,
+    ) -> Counted:
+        """Return the best choices of at most `limit` seconds, by counts of what is left within a margin of L(λ).
+
+        `known` are choices to begin with. Nothing is found where too much is left. A count that `goes_on` takes a
+        share of the time that is left.
+        """
         left = remaining_of_each(self.problems, self.reduced_costs(prices, margin), margin, self.parts)
-        return Rest([] if math.isinf(constant_of(left)) else left, prices, limit, self.deadline)
+        constant, problems = constant_of(left), [each.problem for each in left]
+        if math.isinf(constant):
+            return Counted(None, limit, True)
+        start = None if known is None else left[0].restrict(known)
+        try:
+            soon = after(SHARE * seconds_until(self.deadline))
+            rest = RemainingProblem(problems, prices, limit - constant, soon)
+            found = best_counts(rest, tolerance, self.deadline, start, soon if goes_on else 0.0)
+        except TooManyChoicesError:
+            return Counted(None, -math.inf, False)
+        except TimeLimitError:
+            check(self.deadline)
+            return Counted(None, -math.inf, False)
+        choices = None if found.choices is None else left[0].extend(found.choices)
+        return Counted(choices, min(found.bound + constant, limit), found.is_proven)
+
+    def order_of(self, left: Remaining) -> list[int]:
+        """Return the order in which nodes are eliminated, of those that are left."""
+        place = {node: number for number, node in enumerate(left.undecided)}
+        return [place[bucket.bag[0]] for bucket in self.elimination.buckets if bucket.bag[0] in place]
 
     def _evaluated(self, prices: tuple[float, ...]) -> list[Floats]:
         if self._last[0] != prices:
@@ -108,7 +114,7 @@ class EliminationOracle:
         return self._last[1]
 
 
-class MessageOracle:
+class MessageOracle(PricedRows):
     """A problem with several memory rows, of too high treewidth for elimination: messages bound it at prices.
 
     Messages that fit some prices nearly fit the next. Where every choice is forbidden, bounds are infinite.
@@ -118,37 +124,15 @@ class MessageOracle:
         self, problems: Sequence[Problem], deadline: float = NEVER, known: MessageOracle | None = None
     ) -> None:
         """Begin with the messages of `known`, an oracle of the same problem with fewer rows."""
-        self.problems, self.deadline = tuple(problems), deadline
-        self.budgets = budgets_of(problems)
+        super().__init__(problems, deadline)
         allowed = consistent(problems)
         self._pruned = None if allowed is None else allowed[0]
         self._messages = None if allowed is None else MessagePassing([each.problem for each in allowed], deadline)
         self._prices: tuple[float, ...] = ()
+        self.patience = PATIENCE
+        """Slow sweeps in a row that end an evaluation."""
         if self._messages is not None and known is not None and known._messages is not None:
             self._messages.take_from(known._messages)
-
-    def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
-        """Return the seconds of choices, and their bytes in each row."""
-        seconds, row_bytes = self._parts.cost_of(choices)
-        return seconds, np.array(row_bytes)
-
-    @cached_property
-    def _parts(self) -> Parts:
-        return Parts(self.problems)
-
-    def at(
-        self,
-        prices: tuple[float, ...],
-        known_bound: float = -math.inf,
-        sufficient: float = math.inf,
-        near: float = ROUNDING,
-    ) -> tuple[float, tuple[int, ...] | None]:
-        """Return a bound on L(λ), and choices that nearly attain it, or that show that it is no more than is known."""
-        paid = float(np.dot(prices, self.budgets))
-        least, visited = self.least(prices, known_bound + paid, sufficient + paid, near)
-        if math.isinf(least):
-            return least, None
-        return least - paid - SUM_ROUNDING * (abs(least) + paid), visited
 
     def least(
         self,
@@ -181,12 +165,11 @@ class MessageOracle:
             best, gained = messages.cost, messages.bound - before
             slow = slow + 1 if gained < WORTHWHILE * (best - messages.bound) or best == math.inf else 0
             is_near = best < math.inf and best - messages.bound <= near * abs(best)
-            is_done = best <= known_bound or messages.bound >= sufficient or slow >= PATIENCE
+            is_done = best <= known_bound or messages.bound >= sufficient or slow >= self.patience
             if is_near or is_done or is_over(self.deadline):
                 break
         if messages.cost == math.inf:
             return messages.bound, None
-        # Rounding in the sums must not let the bound pass what it bounds.
         return min(messages.bound, messages.cost), self._pruned.extend(messages.choices())
 
     def reduced_costs(self, prices: tuple[float, ...], margin: float) -> ReducedCosts:
@@ -229,11 +212,6 @@ def lower_bound(problem: Problem, multiplier: float, deadline: float = NEVER) ->
     oracle = oracle_of(Presolved.of((problem,)).problems, deadline)
     least, _ = oracle.least((price,))
     return least - price * (problem.budget or 0)
-
-
-def budgets_of(problems: Sequence[Problem]) -> Floats:
-    """Return the budgets, in bytes; where a problem has none, more than any choices take."""
-    return np.array([UNLIMITED if each.budget is None else each.budget for each in problems], dtype=np.float64)
 
 
 def constant_of(left: Sequence[Remaining]) -> float:

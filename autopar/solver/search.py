@@ -9,11 +9,12 @@
    of their own, whose best has some layers of each.
 3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
 4. *Search the rest*: little is left. It has prices of its own, and counts of how many equal layers choose what give its
-   best (`remaining`).
+   best (`remaining`). What they leave undecided is divided by what large tensors take (`branch_and_bound`).
 5. *State what is exceeded*: an answer, or what prices mix, may exceed a budget that is no row yet. That becomes one,
    and the rest is searched again.
-6. *Widen*: the margin grows to twice what the prices of the rest prove, or prices move to those of the rest, until the
-   gap is closed or time is over.
+6. *Widen*: the margin grows to twice what the prices of the rest prove, until the gap is closed or time is over. If a
+   margin leaves too much, the widest that does not is searched to the end, and messages sweep on: the nearer they
+   converge, the less is left.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from typing import Protocol
 import numpy as np
 
 from autopar.errors import TimeLimitError
-from autopar.solver.best_below import WIDER, Best, best_below
+from autopar.solver.best_below import WIDER, Best, BestBelow
 from autopar.solver.bounds.prices import (
-    NEARER,
-    PATIENCE,
     ROUGHLY,
     WORTHWHILE,
     BestPrices,
@@ -40,13 +39,13 @@ from autopar.solver.bounds.prices import (
 )
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.solver.elimination.bucket_elimination import CHEAP_WORK
-from autopar.solver.elimination.min_marginals import ReducedCosts, cheapest
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
-from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import only, remaining_of_each
 from autopar.solver.problem import Problem
-from autopar.solver.tolerances import EFFORT, EXACT, ROUNDING, Tolerances, is_closed
+from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances, is_closed
 
 FIRST_MARGIN = 1e-3  # first margin of the search, relative to the bound
 PRICED_NEAR = 1e-4  # gain of better prices, relative to the bound, worth an evaluation of an expensive whole
@@ -114,13 +113,13 @@ def search(
 
     `prices` of its rows (in seconds per byte) are near those of the answer, if any are known. The search ends with
     nothing at `gives_up`, a moment before the deadline, if no choices are found by then. `known` are choices that are
-    within all budgets.
+    within all budgets. TimeLimitError if there is no time to begin.
     """
     state = _Search(source, deadline, tolerances, tuple(prices), gives_up, known)
     try:
         state.price()
         while not state.widen():
-            if not state.reprice():
+            if not (state.reprice() or state.sweep_on()):
                 state.by_ilp()
                 break
     except TimeLimitError:
@@ -139,24 +138,27 @@ class _Search:
         known: tuple[int, ...] | None,
     ) -> None:
         self.source, self.deadline, self.tolerances, self.gives_up = source, deadline, tolerances, gives_up
-        self.presolved = Presolved.of(source.problems())
+        problems = source.problems()
+        self.first = problems[0]
+        self.presolved = Presolved.of(problems)
         self.whole = oracle_of(self.presolved.problems, self.deadline)
         self.prices = self._of_all_rows(prices)
         """Prices of all rows that are stated."""
         self.at = self.prices
         """Prices of the rows of the whole, which may be fewer."""
         self.best = known
-        self.seconds = math.inf if known is None else source.problems()[0].seconds_of(known)
+        self.seconds = math.inf if known is None else self.first.seconds_of(known)
         self.bound = -math.inf
+        self.swept = math.inf, -math.inf
+        """Seconds and bound when messages were last let converge further."""
         self.solver = "elimination" if isinstance(self.whole, EliminationOracle) else "messages"
 
     def found(self) -> Found:
         """Return what is known by now."""
-        problems = self.source.problems()
         bound = math.inf if self.bound > self.largest_seconds else self.bound
         if self.best is None:
             return Found(None, math.inf, bound, self.prices, self.solver)
-        seconds = problems[0].seconds_of(self.best)
+        seconds = self.first.seconds_of(self.best)
         is_best = is_closed(self.seconds, bound, ROUNDING)
         return Found(self.best, seconds, seconds if is_best else min(bound, seconds), self.prices, self.solver)
 
@@ -228,46 +230,45 @@ class _Search:
         self.price()
         return True
 
+    def sweep_on(self) -> bool:
+        """Let messages converge further, in twice as many slow sweeps; False if that proved and found nothing more."""
+        (seconds, bound), self.swept = self.swept, (self.seconds, self.bound)
+        if not isinstance(self.whole, MessageOracle):
+            return False
+        self.whole.patience *= 2
+        return self.seconds < seconds or self.bound - bound > PRICED_NEAR * abs(self.bound)
+
     def widen(self) -> bool:
         """Search within ever wider margins of what prices prove of the whole; False if what is left stays too wide."""
         if self.is_done():
             return True
         exactly = is_closed(self.seconds, self.bound, PRICED_NEAR)
         sufficient = (1 - self.gap) * self.seconds
-        reached, _ = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
+        reached, choices = self.whole.at(self.at, sufficient=sufficient, near=ROUNDING if exactly else PRICED_NEAR)
         self.bound = max(self.bound, reached)
-        near: ReducedCosts | None = None
-        share, narrower, steps, scale = FIRST_MARGIN, math.inf, 0, abs(reached) or self.largest_seconds or 1.0
-        of_last = math.inf
-        while not self.is_done() and WORTHWHILE < share < narrower:
+        if choices is not None and Stated(self.presolved.problems).fits(choices):
+            self.note(choices)
+        scale = abs(reached) or self.largest_seconds or 1.0
+        searched, share, too_wide = 0.0, FIRST_MARGIN, math.inf
+        while not self.is_done() and share - searched > PRICED_NEAR:
             self.solver = "prices + counts"
             widest = (share + ROUNDING) * scale
-            is_last = widest >= self.seconds - reached
-            margin = min(widest, self.seconds - reached + ROUNDING * scale)
-            near = self.whole.reduced_costs(self.at, margin) if near is None else near
-            found = self._search_rest(near, margin, reached, is_last)
+            most = min(self.seconds, self.largest_seconds) - reached
+            is_last = widest >= most
+            margin = min(widest, most + ROUNDING * scale)
+            near = self.whole.reduced_costs(self.at, margin)
+            found = self._search_rest(near, margin, reached, is_last or too_wide < math.inf)
             if found is None:
-                share, narrower, near = share / WIDER, share, None
+                too_wide = margin / scale
+                share = (searched + too_wide) / 2 if searched else too_wide / WIDER
                 continue
             self.bound = max(self.bound, min(found.bound, reached + margin, self.seconds))
-            is_stopped = not found.is_searched and self.tolerances.effort(self.seconds, self.bound) < math.inf
+            is_stopped = not found.is_searched and not self.tolerances.go_on(self.seconds, self.bound)
             if is_last or is_stopped or self.is_done():
                 return True
-            if reached + margin <= found.reached < of_last and steps < PATIENCE and not self.is_expensive:
-                # The rest lacks strategies that are cheap at its prices: add those near them.
-                steps, of_last = steps + 1, found.reached
-                others = NEARER * np.array(found.prices) + (1 - NEARER) * np.array(self._of_all_rows(self.at))
-                prices = self._of_all_rows(others.tolist())
-                whole = oracle_of(self.presolved.problems, self.deadline)
-                there, _ = whole.at(prices)
-                near = cheapest(near, whole.reduced_costs(prices, margin))
-                if there > reached:
-                    reached, self.whole, self.at, self.prices, of_last = there, whole, prices, prices, math.inf
-                    self.bound = max(self.bound, reached)
-            else:
-                proven = found.reached - reached
-                share = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
-                near, steps, of_last = None, 0, math.inf
+            proven = found.reached - reached
+            wider = min(WIDER * share, 2 * proven / scale) if proven > margin else WIDER * share
+            searched, share = share, wider if wider < too_wide else (share + too_wide) / 2
         return self.is_done()
 
     def by_ilp(self) -> None:
@@ -275,7 +276,7 @@ class _Search:
         while not self.is_done():
             problems = self.presolved.problems
             hint = None if self.best is None else self.presolved.restrict(self.best)
-            left, tolerance = seconds_until(self.deadline), self.gap * self.seconds if hint else 0.0
+            left, tolerance = seconds_until(self.deadline), self.gap * max(self.bound, 0.0)
             found = solve_ilp(problems[0], left, hint, tolerance=tolerance, rows=problems[1:])
             self.solver = "ilp"
             if found.status == "infeasible":
@@ -302,7 +303,7 @@ class _Search:
 
         None if the treewidth of what is left is too high.
         """
-        tolerances = self.tolerances if is_last else replace(self.tolerances, longest=EFFORT)
+        tolerances = self.tolerances if is_last else replace(self.tolerances, branches=False)
         most = math.inf if isinstance(self.whole, EliminationOracle) else CHEAP_WORK
         prices = self.prices
         while True:
@@ -310,26 +311,20 @@ class _Search:
             constant = constant_of(left)
             if math.isinf(constant):
                 return Best(None, math.inf, prices)
-            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, self._order(left[0]))
+            order = self.whole.order_of(left[0]) if isinstance(self.whole, EliminationOracle) else None
+            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, order)
             if rows is None:
                 return None
             below = min(reached + margin, self.seconds)
-            exceeds = self._exceeds(left[0].extend)
-            found = best_below(
-                rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds, exceeds
-            )
+            exceeds, extend = self._exceeds(left[0].extend), left[0].extend
+            fits = lambda choices, extend=extend: self.note(extend(choices))  # noqa: E731
+            rest = BestBelow(rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds)
+            found = rest.search(exceeds, fits)
             if found.choices is not None:
                 self.note(left[0].extend(found.choices))
             if not self._restate() or self.is_done():
                 return found
             prices = self._of_all_rows(found.prices)
-
-    def _order(self, left: Remaining) -> list[int] | None:
-        """Return the order in which the whole is eliminated, of the nodes that are left; None where it is not."""
-        if isinstance(self.whole, MessageOracle):
-            return None
-        place = {node: number for number, node in enumerate(left.undecided)}
-        return [place[bucket.bag[0]] for bucket in self.whole.elimination.buckets if bucket.bag[0] in place]
 
     def _best_prices(self) -> BestPrices:
         return best_prices(

@@ -14,7 +14,7 @@ from autopar.solver.deadline import why_over
 
 ROUNDING = 1e-9  # relative gap that counts as none: rounding of long sums
 SUM_ROUNDING = 1e-12  # relative difference of two sums of the same numbers in another order
-EFFORT = 1.0  # CP-SAT's deterministic seconds of an ILP that is not to decide whatever it takes
+EFFORT = 1.0  # CP-SAT's deterministic seconds of one count
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,15 @@ class Tolerances:
     expensive: float = 0.0
     """Gap that is enough where an evaluation of the whole takes seconds."""
     counted: float = 0.0
-    """Gap at which long counts of equal parts are broken off; if infinite, they always are."""
-    longest: float = math.inf
-    """CP-SAT's deterministic seconds after which any count is broken off, however near a solution is."""
+    """Gap at which what counts leave undecided stays so; if infinite, any does."""
+    branches: bool = True
+    """True if branch and bound goes on where counts leave something undecided."""
     cutoff: float = math.inf
     """Seconds of another solution: the search ends where its bound is as high."""
 
-    def effort(self, seconds: float, bound: float) -> float:
-        """Return CP-SAT's deterministic seconds for one count, given a solution of `seconds`."""
-        is_near = math.isinf(self.counted) or is_closed(seconds, bound, self.counted)
-        return min(EFFORT if is_near else math.inf, self.longest)
+    def go_on(self, seconds: float, bound: float) -> bool:
+        """Return whether a solution of `seconds` is too far from its bound to be left undecided."""
+        return self.branches and not math.isinf(self.counted) and not is_closed(seconds, bound, self.counted)
 
 
 EXACT = Tolerances()

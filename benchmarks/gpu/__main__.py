@@ -19,7 +19,8 @@ The parts measure:
 
 Steps are measured with stubbed collectives, as one device cannot show how they overlap with computing. Ranks that share
 the device communicate by gloo through the host: their values are judged, not their speed. Every part is a process of
-its own with a time limit. A part that fails or hangs is reported, and the others go on.
+its own with a time limit. A part that fails or hangs is reported with the cases that it has finished, and the others go
+on; `--resume` measures the rest.
 
 Results, with hardware and date, are written to benchmarks/results. The exit status is 0 if all parts were measured and
 every goal was reached, and 1 otherwise.

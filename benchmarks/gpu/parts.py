@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from autopar.tools.calibration.calibrate import calibrate
 from benchmarks.gpu import operations, ranks, steps
-from benchmarks.gpu.setting import Finding, Row, Setting, stubbed
+from benchmarks.gpu.setting import Draft, Finding, Row, Setting, stubbed
 
 CALIBRATION = "calibration"
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +36,13 @@ class Part:
     name: str
     about: str
     box_s: float
-    measure: Callable[[Setting], Finding]
+    measure: Callable[[Setting, Draft], Finding]
+    """Measure what the draft lacks, and add each finished case to it; return all that was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a part: its finding, or the reason why it has none."""
+    """Result of a part: its finding, and the reason why that is none, or lacks cases."""
 
     part: str
     about: str
@@ -48,7 +51,7 @@ class Outcome:
     reason: str = ""
 
 
-def _calibrated(setting: Setting) -> Finding:
+def _calibrated(setting: Setting, _: Draft) -> Finding:
     """The profile of this device, links as the known profile has them."""
     with stubbed(setting.device, {"alone": 1}):
         name = torch.cuda.get_device_name() if setting.device == "cuda" else setting.device
@@ -64,19 +67,25 @@ def _calibrated(setting: Setting) -> Finding:
     return Finding((*rows, Row("links, not measured", f"as of {setting.profile}")), profile)
 
 
-def _tested(setting: Setting) -> Finding:
+def _tested(setting: Setting, draft: Draft) -> Finding:
     """The tests that are marked `cuda`; their failures are told, and the rest goes on."""
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", CUDA_TESTS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-o", "addopts=-v", "-p", "no:cacheprovider", CUDA_TESTS]
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None, "it is a pipe"
+        for line in filter(str.strip, running.stdout):
+            lines.append(line.rstrip())
+            results = Counter(re.findall(r"::.* (PASSED|FAILED|ERROR) +\[", "\n".join(lines)))
+            so_far = ", ".join(f"{number} {result.lower()}" for result, number in results.items())
+            draft.write(Finding((Row("tests so far", so_far, "all pass", None),)))
+    last = lines[-1].strip("= ")
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    last = lines[-1] if lines else done.stderr[-200:]
-    rows = [Row("tests", last, "all pass", setting.judged(done.returncode == 0 and "passed" in last))]
-    return Finding((*rows, *(Row("", line) for line in failed)), {"output": done.stdout[-20000:]})
+    rows = [Row("tests", last, "all pass", setting.judged(running.returncode == 0 and "passed" in last))]
+    return Finding((*rows, *(Row("", line) for line in failed)), {"output": "\n".join(lines)[-20000:]})
 
 
-def _compared(axes: Mapping[str, int], compiled: bool) -> Callable[[Setting], Finding]:
-    return lambda setting: steps.compared(setting, axes, compiled)
+def _compared(axes: Mapping[str, int], compiled: bool) -> Callable[[Setting, Draft], Finding]:
+    return lambda setting, _: steps.compared(setting, axes, compiled)
 
 
 PARTS: Sequence[Part] = (
@@ -99,15 +108,18 @@ def measure(part: Part, setting: Setting, output: Path) -> None:
     """Measure a part here, and write down what it found."""
     if setting.device == "cpu":
         torch.set_num_threads(1)
-    output.write_text(json.dumps(asdict(part.measure(setting))))
+    draft = Draft(output)
+    draft.write(part.measure(setting, draft))
 
 
-def run(part: Part, setting: Setting, folder: Path, left_s: float) -> Outcome:
-    """Measure a part in a process of its own, for as long as it may take and time is left."""
+def run(part: Part, setting: Setting, folder: Path, left_s: float, before: Finding | None = None) -> Outcome:
+    """Measure a part in a process of its own, for as long as it may take and time is left; what `before` lacks."""
     box_s = min(part.box_s, left_s)
     if box_s <= 0:
-        return Outcome(part.name, part.about, 0.0, None, "left out: the time for all parts is over")
+        return Outcome(part.name, part.about, 0.0, before, "left out: the time for all parts is over")
     output = folder / f"{part.name}.json"
+    if before is not None:
+        Draft(output).write(before)
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part.name, "--output", str(output)]
     command += ["--device", setting.device, "--profile", setting.profile, *(["--small"] if setting.small else [])]
     return of_command(part, command, output, box_s)
@@ -128,18 +140,14 @@ def of_command(part: Part, command: Sequence[str], output: Path, box_s: float) -
         log.seek(0)
         last = "".join(log.readlines()[-LAST_LINES:])
     seconds = time.monotonic() - start
-    if status == 0 and output.exists():
-        return Outcome(part.name, part.about, seconds, _finding(json.loads(output.read_text())))
-    return Outcome(part.name, part.about, seconds, None, f"{reason}\n{last}".rstrip())
+    finding = Draft(output).read() if output.exists() else None
+    ended = status == 0 and finding is not None
+    return Outcome(part.name, part.about, seconds, finding, "" if ended else f"{reason}\n{last}".rstrip())
 
 
 def of_json(values: Mapping[str, Any]) -> Outcome:
     """Return the outcome of a part as results have it."""
-    return Outcome(**{**values, "finding": None if values["finding"] is None else _finding(values["finding"])})
-
-
-def _finding(values: Mapping[str, Any]) -> Finding:
-    return Finding(tuple(Row(**row) for row in values["rows"]), values["data"])
+    return Outcome(**{**values, "finding": None if values["finding"] is None else Finding.of(values["finding"])})
 
 
 def run_all(
@@ -151,15 +159,14 @@ def run_all(
 ) -> list[Outcome]:
     """Run all parts within so many seconds; those after the calibration predict with the profile that it wrote.
 
-    Parts that were `measured_before` are taken from there.
+    Parts that were `measured_before` are taken from there, and the cases of parts that did not end.
     """
     end, outcomes = time.monotonic() + seconds, []
     for part in parts:
-        if part.name in measured_before:
-            outcome = measured_before[part.name]
-        else:
+        outcome = measured_before.get(part.name)
+        if outcome is None or outcome.reason:
             print(f"{part.name}: {part.about} …", flush=True)
-            outcome = run(part, setting, folder, end - time.monotonic())
+            outcome = run(part, setting, folder, end - time.monotonic(), outcome and outcome.finding)
         outcomes.append(outcome)
         if part.name == CALIBRATION and outcome.finding is not None:
             measured = folder / "profile.json"

@@ -1,16 +1,15 @@
 """Training on 2 and 4 ranks that share the device, each case compared with one process on it.
 
 Ranks move tensors of the device by gloo, through the host: the values are those of a real run, the speed is not. A case
-that fails or is wrong is a row of its own, and those after it go on.
+that fails or is wrong is a row of its own, and those after it go on: on other ranks, if it has ended these.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.launch import World, on_ranks
-from benchmarks.gpu.setting import Finding, Row, Setting
+from benchmarks.gpu.setting import Draft, Finding, Row, Setting
 from benchmarks.gpu.staged import stage_messages
 from benchmarks.transformer_model import Size, batch, transformer
 from tests.support.expert_families import WITH_EXPERTS
@@ -97,48 +96,37 @@ OF_FAMILIES: Sequence[Case] = tuple(
 )
 
 
-def trained_as_one(cases: Sequence[Case], num_ranks: int) -> Callable[[Setting], Finding]:
-    """Return the measurement of cases on so many ranks."""
+def trained_as_one(cases: Sequence[Case], num_ranks: int) -> Callable[[Setting, Draft], Finding]:
+    """Return the measurement of cases on so many ranks; of those that the draft lacks."""
 
-    def measure(setting: Setting) -> Finding:
-        with tempfile.TemporaryDirectory(prefix="autopar-gpu-ranks-") as folder:
-            log = Path(folder, "rows.json")
-            reason: str | None = None
+    def measure(setting: Setting, draft: Draft) -> Finding:
+        while left := cases[len(draft.read().rows) :]:
             try:
-                on_ranks(World(num_ranks), _run, (list(cases), setting.device, log))
-            except Exception as error:  # a rank that ends takes the others with it: the cases before it count
-                reason = f"{type(error).__name__}: {error}"
-            rows = [Row(**each) for each in json.loads(log.read_text())] if log.exists() else []
-        if reason is not None:
-            rows.append(
-                Row(cases[len(rows)].name if len(rows) < len(cases) else "end", reason[-600:], "no error", False)
-            )
-        left = [
-            Row(each.name, "not run, as a case before it ended the ranks", "", False) for each in cases[len(rows) :]
-        ]
-        return Finding((*rows, *left))
+                on_ranks(World(num_ranks), _run, (left, setting.device, draft))
+            except Exception as error:  # of the first case that has no row by now
+                before = len(draft.read().rows)
+                name = cases[before].name if before < len(cases) else "end"
+                draft.add(Row(name, f"{type(error).__name__}: {error}"[-600:], "no error", False))
+        return draft.read()
 
     return measure
 
 
-def _run(cases: Sequence[Case], device: str, log: Path) -> None:
+def _run(cases: Sequence[Case], device: str, draft: Draft) -> None:
     """Run the cases on this rank, and write down what is found after each."""
     stage_messages()
     if device == "cuda":
         torch.cuda.set_device(0)
-    rows: list[Row] = []
     for case in cases:
         mesh = init_device_mesh(device, tuple(case.axes.values()), mesh_dim_names=tuple(case.axes))
         try:
             pairs = zip(_losses(case, mesh), _losses(case, None, device), strict=True)
             apart = max(abs(found - expected) / abs(expected) for found, expected in pairs)
-            rows.append(Row(case.name, f"losses {apart:.1e} apart", f"≤ {CLOSE:g}", apart <= CLOSE))
+            row = Row(case.name, f"losses {apart:.1e} apart", f"≤ {CLOSE:g}", apart <= CLOSE)
         except AutoparError as error:  # which all ranks raise
-            rows.append(Row(case.name, f"{type(error).__name__}: {error}"[:300], "no error", False))
+            row = Row(case.name, f"{type(error).__name__}: {error}"[:300], "no error", False)
         if torch.distributed.get_rank() == 0:
-            draft = log.with_suffix(".draft")
-            draft.write_text(json.dumps([asdict(row) for row in rows]))
-            draft.rename(log)
+            draft.add(row)
 
 
 def _losses(case: Case, mesh: DeviceMesh | None, device: str = "") -> list[float]:

@@ -49,6 +49,7 @@ def text(known: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
             continue
         rows = [(row.name, row.found, row.goal, VERDICTS[row.reached]) for row in outcome.finding.rows]
         lines.append(tabulate(rows, ("", "found", "goal", ""), tablefmt="plain", disable_numparse=True))
+        lines += ["", f"more was not measured; {outcome.reason}"] if outcome.reason else []
     return "\n".join([*lines, "", verdict(outcomes)]) + "\n"
 
 
@@ -56,17 +57,21 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     """Return one line: how many goals were reached, and which parts were not measured."""
     goals = [row.reached for each in outcomes if each.finding for row in each.finding.rows if row.reached is not None]
     missing = [each.part for each in outcomes if each.finding is None]
+    begun = [each.part for each in outcomes if each.finding is not None and each.reason]
     reached = f"{sum(goals)} of {len(goals)} goals met"
-    return f"{reached}; not measured: {', '.join(missing)}" if missing else reached
+    for what, parts in ("not measured", missing), ("in part", begun):
+        reached += f"; {what}: {', '.join(parts)}" if parts else ""
+    return reached
 
 
 def is_whole(outcomes: Sequence[Outcome]) -> bool:
     """Return whether every part was measured and every goal reached."""
-    return all(each.finding and all(row.reached is not False for row in each.finding.rows) for each in outcomes)
+    rows = (row for each in outcomes if each.finding for row in each.finding.rows)
+    return not any(each.reason for each in outcomes) and all(row.reached is not False for row in rows)
 
 
 def latest(folder: Path, known: Mapping[str, str]) -> dict[str, Outcome]:
-    """Return the parts that the newest results of this device and these sizes have measured, by name."""
+    """Return the parts of which the newest results of this device and these sizes have a finding, by name."""
     found = sorted(folder.glob(f"gpu-{_name(known)}*.json"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         values = json.loads(path.read_text())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +123,33 @@ class Finding:
 
     rows: tuple[Row, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Finding:
+        """Return the finding that JSON has."""
+        return cls(tuple(Row(**row) for row in values["rows"]), values["data"])
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The findings of a part so far, in a file that stays when the process of the part is ended."""
+
+    path: Path
+
+    def read(self) -> Finding:
+        """Return what was found; nothing before the first `write`."""
+        return Finding.of(json.loads(self.path.read_text())) if self.path.exists() else Finding()
+
+    def write(self, finding: Finding) -> None:
+        """Replace what was found, all at once."""
+        begun = self.path.with_suffix(".begun")
+        begun.write_text(json.dumps(asdict(finding)))
+        begun.replace(self.path)
+
+    def add(self, row: Row, **data: Any) -> None:
+        """Add a finished case."""
+        before = self.read()
+        self.write(Finding((*before.rows, row), {**before.data, **data}))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ A bucket's collective is started by one node of autograd and waited for by anoth
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from autopar.runtime.collectives.reused_weights import ReusedBucket
 
 _c10d = torch.ops._c10d_functional
 _all_reduce_in_place = _c10d.all_reduce_.default._op
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore[reportAttributeAccessIssue]
+_VERSION = operator.attrgetter("_version")
 
 
 def reduce_gradients(
@@ -57,7 +60,12 @@ def reduce_gradients(
             break
     else:
         pending, behind = behind_wait(parameters, where, shared=of_steps is not None)
-        reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, before, *behind)
+        if behind is parameters:
+            reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, before, *behind)
+        else:  # new tensors, which nobody else has: they are the outputs as they are, and nothing writes into them
+            versions = tuple(map(_VERSION, behind))
+            reduced = applied_inside(_ReduceGradients, pending, where, pending, in_place, reduce, behind, *behind)
+            _set_versions(behind, versions)
         if of_steps is not None:
             node: Any = reduced[0].grad_fn
             node._set_sequence_nr(SHARED + node._sequence_nr())
@@ -93,14 +101,16 @@ class _ReduceGradients(torch.autograd.Function):
         pending: Pending | None,
         in_place: bool,
         reduce: torch.dtype | None,
-        before: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.axis, ctx.pending, ctx.in_place, ctx.reduce = axis, pending, in_place, reduce
         ctx.reductions = Pending(pending)  # inner buckets that gradients come from: the backward waits for them
+        if outputs and outputs[0] is parameters[0]:
+            ctx.mark_dirty(*parameters)  # else the outputs would be views of them
         # No views: steps may share them, as those of `Wait`.
-        return before or (parameters if pending is None else tuple([x.detach() for x in parameters]))
+        return outputs or (parameters if pending is None else tuple([x.detach() for x in parameters]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

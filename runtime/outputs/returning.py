@@ -88,13 +88,9 @@ class Returning:
         return Entrance(name, backwards, part, self._given, holds_own)
 
     def _sum(self, part: Tensor, layout: Layout, entrance: Entrance) -> Tensor:
-        """Return a loss of which this rank has a part; a plain one is on its way, a DTensor has arrived."""
+        """Return a loss of which this rank has a part, plain in every mode; its sum is on its way."""
         total = self._sums.begin(part, layout)
-        found = arriving(handed(part, entrance), total.arrived)
-        if self._returned.outputs == "dtensor":
-            placements = [Replicate()] * len(layout)
-            return DTensor.from_local(found.plain, self._mesh, placements, run_check=False)
-        return found
+        return arriving(handed(part, entrance), total.arrived)
 
     def _part(self, split: Sequence[Axis]) -> str | None:
         """Return the part that this rank holds of what some axes split; None if no other rank holds it."""

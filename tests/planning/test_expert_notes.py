@@ -102,3 +102,10 @@ def test_a_plan_says_its_capacity_and_is_none_of_a_model_with_another() -> None:
     for other, here in ((None, "absent here"), (1.5, r"\(capacity_factor=1.5\) .* here")):
         with pytest.raises(PlanError, match=rf"within_capacity \(capacity_factor=1.25\) .* in the plan and .*{here}"):
             plan.attach(WithExperts(), INPUTS, experts=autopar.Experts(capacity_factor=other))
+
+
+def test_a_capacity_may_be_a_whole_number() -> None:
+    plan = autopar.plan(WithExperts(), MESH, INPUTS, experts=autopar.Experts(capacity_factor=1))
+    note = "each of 4 experts takes at most 2 of the 8 rows of each sample (capacity_factor=1)"
+    assert any(each.startswith(note) for each in plan.notes)
+    assert plan.attach(WithExperts(), INPUTS, experts=autopar.Experts(capacity_factor=1.0)).verify().ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space import narrowed as narrowing
 from autopar.costs.space.narrowed import narrowed
-from autopar.costs.space.space import Space, TensorEdge
-from autopar.errors import InfeasibleError, MeshError
+from autopar.costs.space.space import Decision, Space, TensorEdge
+from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.models.catalogue import LanguageModel
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.memory_limit import best_within
 from autopar.planning.options.groups import Memory, Offloaded
-from autopar.planning.settings import Settings, context_of
+from autopar.planning.settings import PlanContext, Settings, context_of
+from autopar.views.inspection.verify import check
 from tests.support.parity import SLOW_DEVICES
 from tests.support.pinned import IDS_BS, Net
 from tests.support.planned import X_BD, TwoLinears, space_of
@@ -31,6 +33,10 @@ AXES = {"dp": 2, "tp": 2}
 
 def _plan(hardware: Any = SLOW_DEVICES, **options: Any) -> Plan:
     return autopar.plan(Net(), Mesh(AXES), (IDS_BS,), hardware=hardware, **options)
+
+
+def _decision(space: Space, name: str) -> Decision:
+    return space.decisions[space.index[name]]
 
 
 def test_a_preset_leaves_few_strategies_to_look_at() -> None:
@@ -67,6 +73,34 @@ def test_neighbouring_axes_split_alike_where_the_problem_is_too_large(monkeypatc
     assert free.seconds <= plan.seconds == plan.bound and plan.verify().ok
     assert plan.explain("layers.1.up").strategy == "dp=data, tp=row"
     assert plan.what_if("layers.0.up", tp="row").verify().ok
+
+
+def test_a_plan_of_a_narrowed_space_is_verified_and_explained_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the whole space on four axes that takes longer than the plan."""
+    monkeypatch.setattr(narrowing, "MAX_ENTRIES", 600)
+    plan = _plan()
+    context = context_of(plan)
+    assert context.space.limited
+    whole = context.widened()
+    name = "linear_default"
+    offered = [str(each) for each in _decision(context.space, name).candidates.strategies]
+    other = next(s for s in map(str, _decision(whole.space, name).candidates.strategies) if s not in offered)
+    with monkeypatch.context() as here:
+        here.setattr(PlanContext, "widened", None)
+        assert plan.verify().ok
+        assert plan.explain("layers.0.up").num_strategies == len(offered)
+    with pytest.raises(PlanError, match="its choices take"):
+        replace(plan, choices={**plan.choices, name: other}).verify()
+
+
+def test_a_choice_that_a_preset_rules_out_is_found() -> None:
+    plan = _plan(strategy="zero3+megatron")
+    context, name = context_of(plan), "linear_default"
+    offered = [str(each) for each in _decision(context.space, name).candidates.strategies]
+    every = _decision(context.widened().space, name).candidates.strategies
+    other = next(str(each) for each in every if str(each) not in offered)
+    with pytest.raises(PlanError, match="which its annotations rule out"):
+        replace(plan, choices={**plan.choices, name: other}).verify()
 
 
 def test_the_axes_of_the_fewest_devices_split_alike_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +141,7 @@ def test_a_plan_of_a_preset_holds_in_the_whole_space(strategy: str, offload: Off
     plan = _plan("h100", strategy=strategy, memory=Memory(offload=offload), precision="bf16-mixed", microbatches=2)
     assert set(plan.recompute.values()) == ({"none"} if offload == "none" else {"offload"}) or not plan.recompute
     assert context_of(plan).space.kept is not None
-    assert plan.verify().ok
+    assert check(plan, context_of(plan).widened()).ok
 
 
 @pytest.mark.parametrize("strategy", ["zero3+megatron", "expert_data", "zero1"])
@@ -130,7 +164,8 @@ def test_a_plan_of_experts_holds_with_several_micro_batches(strategy: str) -> No
     axes = {"dp": 2, "ep": 2} if strategy == "expert_data" else AXES
     for count in (1, 2):
         options: dict[str, Any] = {"strategy": strategy, "precision": "bf16-mixed", "microbatches": count}
-        assert autopar.plan(model, Mesh(axes), (ids, ids), hardware="h100", **options).verify().ok
+        plan = autopar.plan(model, Mesh(axes), (ids, ids), hardware="h100", **options)
+        assert check(plan, context_of(plan).widened()).ok
 
 
 def test_pins_that_contradict_each_other_are_named_though_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

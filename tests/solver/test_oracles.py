@@ -48,7 +48,7 @@ def test_what_is_left_has_the_best_below_a_limit(seed: int, share: float) -> Non
     assert whole is not None
     reached, _ = whole.at(prices)
     limit, best = share * max(reached, 0.1), brute_force(problems)
-    found = whole.rest(prices, limit, limit - reached).counted(1e-9, math.inf)
+    found = whole.counted(prices, limit, limit - reached, 1e-9)
     assert found is not None and found.is_proven and found.bound == pytest.approx(min(best, limit))
     if best <= limit:
         assert found.choices is not None and problems[0].seconds_of(found.choices) == pytest.approx(best)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import TimeLimitError
@@ -19,7 +19,7 @@ from autopar.solver import deadline
 from autopar.solver import search as searching
 from autopar.solver.best_below import Best
 from autopar.solver.bounds import core
-from autopar.solver.bounds.prices import Mixture
+from autopar.solver.bounds.prices import PATIENCE, Mixture
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
@@ -101,6 +101,7 @@ class Lazy:
     mixtures: list[Mixture] = field(default_factory=list)
 
     def problems(self) -> Sequence[Problem]:
+        deadline.check_whole()
         return [self.rows[number] for number in self.stated]
 
     def fits(self, choices: tuple[int, ...]) -> bool:
@@ -144,19 +145,20 @@ def test_a_row_that_nothing_exceeds_is_never_stated(way: Way) -> None:
 
 
 tolerances_of = st.sampled_from(
-    [Tolerances(0.1), Tolerances(0.0, 0.1), Tolerances(counted=0.1), Tolerances(counted=math.inf, longest=1e-9)]
+    [Tolerances(0.1), Tolerances(0.0, 0.1), Tolerances(counted=0.1), Tolerances(counted=math.inf)]
 )
 
 
 @settings(deadline=None, max_examples=50)
 @given(seed=seeds, shape=shapes, count=counts, way=ways, tolerances=tolerances_of)
+@example(seed=13518, shape="repeated", count=1, way="ilp", tolerances=Tolerances(0.1))
 def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(
     seed: int, shape: str, count: int, way: Way, tolerances: Tolerances
 ) -> None:
     problems = rows_of(seed, shape, count)
     best = brute_force(problems)
     with taking(way), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.solver.tolerances.EFFORT", 1e-9)  # no count has the time to prove anything
+        patch.setattr("autopar.solver.remaining.counting_ilp.EFFORT", 1e-9)  # no count has the time to prove anything
         found = search(Stated(tuple(problems)), NEVER, tolerances)
     check(found, problems, best)
     if not math.isinf(tolerances.counted) and best < math.inf:
@@ -184,7 +186,7 @@ def test_a_cut_off_ends_it_where_nothing_is_faster(seed: int, shape: str, count:
 def test_a_bound_of_prices_as_high_as_the_cut_off_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = layered_rows(3, 6, 3)
     best = search(Stated(tuple(problems)), NEVER)
-    monkeypatch.setattr(searching, "best_below", None)  # whoever goes on fails
+    monkeypatch.setattr(searching, "BestBelow", None)  # whoever goes on fails
     cut = search(Stated(tuple(problems)), NEVER, Tolerances(cutoff=0.9 * best.bound))
     assert 0.9 * best.bound <= cut.bound <= best.seconds
 
@@ -213,12 +215,48 @@ def test_the_next_margin_is_twice_as_wide_as_the_rest_proves(monkeypatch: pytest
         return Best(None, reached + margin, (0.0,), True, reached + proven * margin)
 
     monkeypatch.setattr(searching, "FIRST_MARGIN", 1e-5)
+    monkeypatch.setattr(searching, "PRICED_NEAR", 0.0)
     monkeypatch.setattr(searching._Search, "_search_rest", nothing)
     monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
     with taking("expensive"):
         search(Stated(tuple(problems)), NEVER)
     expected = 2 * proven if 1 < proven < searching.WIDER / 2 else searching.WIDER
     assert margins[1] / margins[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("widest", [2e-4, 3e-3])
+def test_the_widest_margin_that_is_narrow_enough_is_searched_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, widest: float
+) -> None:
+    problems, tried = rows_of(3, SHAPES[0], 1), list[tuple[float, bool]]()
+
+    def narrow(_: object, near: object, margin: float, reached: float, to_the_end: bool) -> Best | None:
+        tried.append((margin / reached, to_the_end))
+        return Best(None, reached + margin, (0.0,), True, reached) if margin <= widest * reached else None
+
+    monkeypatch.setattr(searching._Search, "_search_rest", narrow)
+    monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
+    monkeypatch.setattr(searching._Search, "by_ilp", lambda state: None)
+    with taking("messages"):
+        search(Stated(tuple(problems)), NEVER)
+    assert any(widest - 1.1 * searching.PRICED_NEAR <= margin <= widest and end for margin, end in tried)
+
+
+def test_messages_sweep_on_while_that_proves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, patience, by_ilp = rows_of(3, SHAPES[0], 1), list[int](), list[bool]()
+    gains = iter([0.5, 0.25, 0.2, 0.2])
+
+    def at(oracle: MessageOracle, *args: Any, **options: Any) -> tuple[float, tuple[int, ...] | None]:
+        patience.append(oracle.patience)
+        return 1e-3 * (1 - next(gains)), None
+
+    monkeypatch.setattr(MessageOracle, "at", at)
+    monkeypatch.setattr(searching._Search, "price", lambda state: None)
+    monkeypatch.setattr(searching._Search, "_search_rest", lambda *_: None)
+    monkeypatch.setattr(searching._Search, "by_ilp", lambda state: by_ilp.append(True))
+    with taking("messages"):
+        search(Stated(tuple(problems)), NEVER)
+    assert patience == [PATIENCE << number for number in range(4)] and by_ilp
 
 
 @pytest.mark.parametrize("way", ["expensive", "messages"])
@@ -233,9 +271,9 @@ def test_equal_layers_that_change_alike_at_a_price_are_mixed(way: Way) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=seeds, shape=shapes, count=counts, way=ways, looks=st.integers(0, 400))
+@given(seed=seeds, shape=shapes, count=counts, way=ways, looks=st.integers(0, 400), whole=st.booleans())
 def test_whenever_time_is_over_what_is_known_by_then_is_returned(
-    seed: int, shape: str, count: int, way: Way, looks: int
+    seed: int, shape: str, count: int, way: Way, looks: int, whole: bool
 ) -> None:
     problems = rows_of(seed, shape, count)
     source, best, shown = Lazy(problems), brute_force(problems), [0.0]
@@ -247,12 +285,26 @@ def test_whenever_time_is_over_what_is_known_by_then_is_returned(
     with taking(way), pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadline, "time", SimpleNamespace(monotonic=look))
         try:
-            found = search(source, float(looks))
+            with deadline.lasting(float(looks) if whole else NEVER):
+                found = search(source, float(looks))
         except TimeLimitError:
-            assert looks < 10, "only what comes before any bound may end without one"
+            assert whole or looks < 10, "only what comes before any bound may end without one"
             return
     check(found, problems, best)
     assert len(found.prices) <= len(source.stated)
+
+
+def test_the_best_is_returned_though_there_is_no_time_to_state_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = rows_of(3, SHAPES[0], 1)
+    source, known = Lazy(problems), search(Stated(tuple(problems)), NEVER).choices
+
+    def late(*_: object) -> Sequence[Problem]:
+        monkeypatch.setattr(source, "problems", late)
+        raise TimeLimitError
+
+    monkeypatch.setattr(searching._Search, "widen", late)
+    found = search(source, NEVER, known=known)
+    assert found.choices == known and found.seconds == problems[0].seconds_of(known or ())
 
 
 def test_without_any_choices_it_ends_where_it_gives_up() -> None:
@@ -275,15 +327,15 @@ def test_budgets_that_contradict_each_other_are_told_by_prices_that_prove_more_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prices of such rows have no end: what they prove grows until no linear program takes their numbers."""
-    rounds, search_rest = [], searching.best_below
-    monkeypatch.setattr(searching, "best_below", lambda *given: rounds.append(1) or search_rest(*given))
+    rounds, search_rest = [], searching.BestBelow
+    monkeypatch.setattr(searching, "BestBelow", lambda *given: rounds.append(1) or search_rest(*given))
     nodes = [Node(name, np.array([0.1, 0.2, 0.3]), np.array([10, 0, 5])) for name in "abcdef"]
     others = [Node(each.name, each.seconds, np.array([0, 10, 5])) for each in nodes]
     edges = tuple(Edge((n, n + 1), 0.01 * np.eye(3)) for n in range(5))
     problems = tuple([Problem(tuple(each), edges, 29) for each in (nodes, others)])
     assert all(brute_force([each]) < math.inf for each in problems) and brute_force(problems) == math.inf
     found = search(Stated(problems), NEVER)
-    assert found.choices is None and found.bound == math.inf and len(rounds) < 4
+    assert found.choices is None and found.bound == math.inf and len(rounds) < 8
 
 
 def test_where_every_pair_is_forbidden_nothing_is_found(capfd: pytest.CaptureFixture[str]) -> None:

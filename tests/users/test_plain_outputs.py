@@ -165,6 +165,24 @@ def _vocabulary_parallel() -> None:
     torch.testing.assert_close(_gradients(model), _gradients(eager))
 
 
+def _loss_with_dtensors() -> None:
+    eager = WithLoss()
+    expected = eager(IDS)["loss"]
+    expected.backward()
+    for strategy in ("data_parallel", "fully_replicated"):  # whose loss is a part on each rank, and whole
+        options: dict[str, Any] = {"strategy": strategy, "outputs": "dtensor"}
+        model = autopar.compile(WithLoss(), mesh((2,), ("dp",)), (IDS,), **by_flag(**options))
+        found = model(IDS)
+        assert isinstance(found["logits"], DTensor) and not isinstance(found["loss"], DTensor)
+        found["loss"].backward()
+        torch.testing.assert_close(found["loss"].detach(), expected.detach())
+        torch.testing.assert_close(_gradients(model), _gradients(eager))
+
+
+def test_a_loss_with_dtensors_is_plain(ranks: Ranks) -> None:
+    ranks.run(_loss_with_dtensors)
+
+
 def test_losses_of_split_logits_stay_split_for_dtensors(ranks: Ranks) -> None:
     ranks.run(_vocabulary_parallel)
 

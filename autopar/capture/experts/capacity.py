@@ -91,7 +91,7 @@ def _has_a_row_for_each_slot(x: fx.Node) -> bool:
 def _limit(draft: TracedGraph, sent: fx.Node, index: fx.Node, capacity_factor: float) -> None:
     x, _, num_experts = sent.args
     with draft.graph.inserting_before(sent):
-        within = draft.call(WITHIN_CAPACITY, index, num_experts, capacity_factor, module=sent.meta["module"])
+        within = draft.call(WITHIN_CAPACITY, index, num_experts, float(capacity_factor), module=sent.meta["module"])
     sent.args = (x, within, num_experts, True)
     for route in sent.users:
         if route.target is operator.getitem and route.args[1] == ROUTE:

@@ -13,24 +13,16 @@ several views of one tensor are used after it, each counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
+from autopar.costs.memory.moments import Part, Role
 from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared, stated_or
+from autopar.costs.plans.decision_rows import ACTIVATIONS
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.effects import lies_in_input
 from autopar.ir.program.saved_tensors import LOSSES
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Interval:
-    """Bytes that are there while the calls from one place on run, up to that of another, which it leaves out."""
-
-    first: int
-    end: int
-    num_bytes: Bytes
-    """Bytes by strategy of a decision, or by strategies at the ends of an edge."""
 
 
 class Live(OfTensors):
@@ -43,26 +35,24 @@ class Live(OfTensors):
             self._outgoing[edge.source, edge.source_output].append(edge)
         self._owned: dict[tuple[int, int], bool] = {}
 
-    def made(self, number: int) -> list[Interval]:
-        """Return the intervals of a call's outputs, up to the position of their last consumer.
+    def made(self, number: int) -> Iterator[Part]:
+        """Yield a call's outputs, up to the position of their last consumer, and the workspace of a loss.
 
-        From there `moved` counts them, except weights. The workspace of a loss is included.
+        From there `moved` counts them, except weights.
         """
         decision = self.space.decisions[number]
         if decision.kind != "call":
-            return []
+            return
         call, place = decision.candidates.call, self.lifetimes.position[number]
         assert call is not None, "a call has one candidate"
-        found: list[Interval] = []
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
                 used = bool(self._outgoing[number, output])
                 end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = [strategy.outputs[output] for strategy in decision.candidates.strategies]
-                found.append(Interval(place, end, self.tensors.local(info.shape, layouts, info.dtype.itemsize)))
+                yield from _alive(self.tensors.local(info.shape, layouts, info.dtype.itemsize), place, end, number)
         if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
-            found.append(Interval(place, place + 1, self._workspace(decision)))
-        return found
+            yield from _alive(self._workspace(decision), place, place + 1, number)
 
     @shared
     def _workspace(self, decision: Decision) -> Bytes:
@@ -77,21 +67,18 @@ class Live(OfTensors):
         layouts = [strategy.inputs[0] for strategy in decision.candidates.strategies]
         return stated_or(stated, self.tensors.local(logits.shape, layouts, size))
 
-    def moved(self, edge: TensorEdge) -> list[Interval]:
-        """Return the intervals of an edge's tensor where its target takes it, and beyond if that passes it on."""
+    def moved(self, edge: TensorEdge) -> Iterator[Part]:
+        """Yield an edge's tensor where its target takes it, and beyond if that passes it on."""
         if self.space.is_weight(edge.source):
-            return []
-        place, source = self._arrival(edge), (edge.source, edge.source_output)
+            return
+        place, source, ends = self._arrival(edge), (edge.source, edge.source_output), (edge.source, edge.target)
         owned, last = self._is_owned(*source), self._last_use(*source)
-        ends = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
-        begun = self._begun(edge)
-        found = [Interval(place, place + 1, self.tensors.arriving(edge, owned and ends and begun < place))]
-        end = self._end_behind(edge)
-        if end > place + 1:
-            after = max(place, last if owned else place) + 1
-            found.append(Interval(place + 1, min(after, end), self.tensors.arriving(edge, False)))
-            found.append(Interval(after, end, self.tensors.arriving(edge, owned)))
-        return [each for each in found if each.first < each.end]
+        is_last = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
+        alone = owned and is_last and self._begun(edge) < place
+        after, end = max(place, last if owned else place) + 1, self._end_behind(edge)
+        yield from _alive(self.tensors.arriving(edge, alone), place, place + 1, *ends)
+        yield from _alive(self.tensors.arriving(edge, False), place + 1, min(after, end), *ends)
+        yield from _alive(self.tensors.arriving(edge, owned), after, end, *ends)
 
     def _arrival(self, edge: TensorEdge) -> int:
         """Return the place at which a tensor is taken; outputs are taken when the last call has run."""
@@ -141,3 +128,9 @@ class Live(OfTensors):
                 found = self.space.decisions[number].kind == "call"
             self._owned[number, output] = found
         return self._owned[number, output]
+
+
+def _alive(num_bytes: Bytes, first: int, end: int, *ends: int) -> Iterator[Part]:
+    """Yield the part that is there while calls run from one place on, up to that of another, which it leaves out."""
+    if first < end:
+        yield Part(Role.ALIVE, ACTIVATIONS, first, (num_bytes,), ends, until=end)

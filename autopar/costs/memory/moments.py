@@ -29,10 +29,12 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.memory.lifetimes import Lifetimes
+from autopar.costs.memory.lifetimes import LATE, Lifetimes
 from autopar.costs.memory.microbatches import Microbatches, Phase
+from autopar.costs.memory.tensor_bytes import Modes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, RECEIVED
 from autopar.costs.pricing.optimizer import Optimizer
+from autopar.costs.space.space import ExpertRows
 
 COMPUTING, GATHERING, REDUCING, UPDATING, FORWARD, END, STEP = range(7)
 KINDS = range(FORWARD + 1)
@@ -110,6 +112,8 @@ class Scope(enum.Enum):
     AHEAD = "in the layers that come before that of p, as many as weights are fetched ahead"
     WHOLE = "from p on, or from behind its backward, while the segment of p is there as a whole"
     SAVED = "behind that"
+    OFFLOADING = "as WHOLE, and while the segment next to it is there"
+    OFFLOADED = "behind that, of what is not on the host"
 
 
 def _at(kinds: Iterable[int], scope: Scope = Scope.ALWAYS) -> dict[int, Scope]:
@@ -140,6 +144,8 @@ class Role(enum.Enum):
     LAST_MADE = "a gradient of the layer's last backward, as it is reduced", GRADIENTS, {REDUCING: Scope.HERE}
     SAVED = "a tensor saved for the backward, as its segment's mode says", "", _at(KINDS, Scope.SAVED)
     WHOLE = "such a tensor while its segment runs again", "", _at(KINDS, Scope.WHOLE)
+    OFFLOADED = "a tensor that an offloading segment saves on the device", "", _at(KINDS, Scope.OFFLOADED)
+    OFFLOADING = "what is saved of an offloading segment until it has left", "", _at(KINDS, Scope.OFFLOADING)
     WAITING = "a tensor that another micro-batch saves for its backward", "", ALWAYS
     ALIVE = (
         "a tensor of a program without gradients, until its last use",
@@ -159,6 +165,29 @@ class Role(enum.Enum):
 
     def __init__(self, purpose: str, label: str, scopes: Mapping[int, Scope]) -> None:
         self.purpose, self.label, self.scopes = purpose, label, scopes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Bytes of a decision or an edge that are resident at the same moments."""
+
+    role: Role
+    name: str
+    """Name of the bytes in `Plan.memory`."""
+    used: int
+    """Place of the call that first uses them."""
+    modes: Modes
+    """Bytes by the strategies at the ends: one array, or one per mode of a segment."""
+    ends: tuple[int, ...]
+    of: int = 0
+    """The decision whose segment says the mode, where that matters."""
+    until: int = LATE
+    """Place from which on they are gone."""
+    rows: ExpertRows | None = None
+    """Expert rows of which this part adds the bytes beyond an equal share; None to add the bytes themselves.
+
+    If set, the bytes are those of an equal share of these rows.
+    """
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,15 +272,17 @@ class Presence:
         """Return where bytes are resident at moments of a kind in a phase; None for nowhere."""
         return self._scopes[phase.first][role].get(kind)
 
-    def is_resident(self, role: Role, used: int, at: Moment, offloads: bool = False) -> bool:
-        """Return whether bytes of a role that the call at place `used` uses first are resident at a moment."""
-        scope = self.scope(role, at.kind, at.phase)
-        if scope is None or scope is Scope.ALWAYS:
-            return scope is not None
-        key = scope, at.kind, at.place, offloads
+    def is_resident(self, part: Part, at: Moment) -> bool:
+        """Return whether a part is resident at a moment."""
+        scope = self.scope(part.role, at.kind, at.phase)
+        if scope is None or at.place >= part.until:
+            return False
+        if scope is Scope.ALWAYS:
+            return True
+        key = scope, at.kind, at.place
         if key not in self._covered:
-            self._covered[key] = self.span(scope, at.kind, offloads).covers(at.place)
-        return self._covered[key][min(used, self.count)]
+            self._covered[key] = self.span(scope, at.kind).covers(at.place)
+        return self._covered[key][min(part.used, self.count)]
 
     @cached_property
     def moments(self) -> np.ndarray:
@@ -268,14 +299,14 @@ class Presence:
             found[UPDATING, self.lifetimes.position[number] : self.lifetimes.position[number] + 1] = True
         return found
 
-    def span(self, scope: Scope, kind: int, offloads: bool = False) -> Span:
-        """Return a scope as intervals at moments of a kind; `offloads`: whether segments are offloaded."""
-        key = scope, kind, offloads
+    def span(self, scope: Scope, kind: int) -> Span:
+        """Return a scope as intervals at moments of a kind."""
+        key = scope, kind
         if key not in self._spans:
-            self._spans[key] = self._span(scope, kind, offloads)
+            self._spans[key] = self._span(scope, kind)
         return self._spans[key]
 
-    def _span(self, scope: Scope, kind: int, offloads: bool) -> Span:
+    def _span(self, scope: Scope, kind: int) -> Span:
         count, behind = self.count, kind in BEHIND
         places, used = np.arange(count), np.arange(count + 1)
         nothing, end = np.zeros(count + 1, dtype=np.intp), np.full(count + 1, count)
@@ -289,10 +320,10 @@ class Presence:
             return Span(places, used + 1, self.lifetimes.arrivals)
         if scope is Scope.UNTIL:
             return Span(places, nothing, np.minimum(used + behind, count))
-        if scope in (Scope.SAVED, Scope.WHOLE):
-            turn = self._saved_from(kind, offloads)
+        if scope in (Scope.SAVED, Scope.WHOLE, Scope.OFFLOADED, Scope.OFFLOADING):
+            turn = self._saved_from(kind, scope in (Scope.OFFLOADED, Scope.OFFLOADING))
             first = np.minimum(used + behind, count)
-            return Span(places, turn, end) if scope is Scope.SAVED else Span(places, first, turn)
+            return Span(places, turn, end) if scope in (Scope.SAVED, Scope.OFFLOADED) else Span(places, first, turn)
         rank, first, last = self.lifetimes.places_by_layer
         more = {Scope.LAYER_BEFORE: 0, Scope.LAYER_UNTIL: int(behind), Scope.LAYER_TO: 1}
         until = last if scope is Scope.ALL_LAYER else rank + more[scope]

@@ -10,43 +10,19 @@ of the problem, and a necessary one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.costs.memory.lifetimes import LATE, Place
-from autopar.costs.memory.live import Interval
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import BEHIND, MemoryRow, Moment, Role
+from autopar.costs.memory.moments import BEHIND, MemoryRow, Part, Role
 from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
 
 CONSTANTS = "constants"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Bytes of a decision or an edge that are resident at the same moments."""
-
-    role: Role
-    name: str
-    """Name of the bytes in `Plan.memory`."""
-    used: int
-    """Place of the call that first uses them."""
-    modes: Modes
-    """Bytes by the strategies at the ends: one array, or one per mode of a segment."""
-    ends: tuple[int, ...]
-    of: int = 0
-    """The decision whose segment says the mode, where that matters."""
-    until: int = LATE
-    """Place from which on they are gone."""
-    rows: ExpertRows | None = None
-    """Expert rows of which this part adds the bytes beyond an equal share; None to add the bytes themselves.
-
-    If set, the bytes are those of an equal share of these rows.
-    """
 
 
 def parts_of(memory: MemoryModel, place: Place) -> tuple[Part, ...]:
@@ -81,7 +57,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
             yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
         yield from _of_roles(found, used, ends)
-        yield from _alive(memory.live.made(number), ends, rows)
+        yield from _and_uneven(memory.live.made(number), rows)
         return
     gradients = memory.tensors.gradients(number)
     is_behind = used < LATE and memory.presence.moments[list(BEHIND), used].any()
@@ -94,7 +70,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     }
     yield from _of_roles(found, used, ends)
     working, whole = memory.saved.working(number), memory.saved.own(number, with_rerun=True)
-    yield from _saved(memory, ACTIVATIONS, number, memory.saved.own(number), whole, ends, rows)
+    yield from _and_uneven(_saved(memory, ACTIVATIONS, memory.saved.own(number), whole, ends), rows)
     if working is not None:
         yield Part(Role.WORKING, Role.WORKING.label, used, working, ends, number)
     if rows is not None:
@@ -106,10 +82,11 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
 def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
     space, used, ends = memory.space, memory.lifetimes.position[edge.target], (edge.source, edge.target)
     if memory.live is not None:
-        yield from _alive(memory.live.moved(edge), ends, space.rows_on(edge))
+        yield from _and_uneven(memory.live.moved(edge), space.rows_on(edge))
     elif (saved := memory.saved.edge(edge)) is not None:
         name = KEPT_WEIGHTS if _brings_weight(space, edge) else ACTIVATIONS
-        yield from _saved(memory, name, edge.target, saved, memory.saved.with_rerun(saved), ends, space.rows_on(edge))
+        parts = _saved(memory, name, saved, memory.saved.with_rerun(saved), ends)
+        yield from _and_uneven(parts, space.rows_on(edge))
     if (sent := memory.accumulation.sent(edge)) is not None:
         yield Part(Role.SENT, Role.SENT.label, used, sent, ends, edge.source)
     if (constant := memory.accumulation.constant(edge)) is not None:
@@ -215,27 +192,29 @@ def _not_zero(found: Iterable[tuple[Role, Bytes]]) -> dict[Role, Bytes]:
 
 
 def _saved(
-    memory: MemoryModel,
-    name: str,
-    number: int,
-    saved: Modes | None,
-    whole: Modes | None,
-    ends: tuple[int, ...],
-    rows: ExpertRows | None,
+    memory: MemoryModel, name: str, saved: Modes | None, whole: Modes | None, ends: tuple[int, ...]
 ) -> Iterator[Part]:
     """Yield the parts of what is saved for a backward, and is `whole` while its segment runs again."""
-    found = [(Role.SAVED, saved), (Role.WHOLE, whole)]
-    found += [(Role.WAITING, saved)] * memory.microbatches.several
+    number = ends[-1]
+    found: list[tuple[Role, Modes | None]] = [(Role.WAITING, saved)] * memory.microbatches.several
+    for role, offloading, modes in ((Role.SAVED, Role.OFFLOADED, saved), (Role.WHOLE, Role.OFFLOADING, whole)):
+        if modes is not None and memory.lifetimes.num_modes(number) == len(MODES):
+            *others, last = modes * (len(MODES) // len(modes))
+            nothing = memory.tensors.nothing(last.shape)
+            found += [(role, (*others, nothing)), (offloading, (*[nothing] * len(others), last))]
+        else:
+            found.append((role, modes))
     for role, modes in found:
-        for each in (None,) if rows is None else (None, rows):
-            if modes is not None:
-                yield Part(role, name, memory.lifetimes.position[number], modes, ends, number, rows=each)
+        if modes is not None:
+            yield Part(role, name, memory.lifetimes.position[number], modes, ends, number)
 
 
-def _alive(intervals: Iterable[Interval], ends: tuple[int, ...], rows: ExpertRows | None) -> Iterator[Part]:
-    for each in intervals:
-        for uneven in (None,) if rows is None else (None, rows):
-            yield Part(Role.ALIVE, ACTIVATIONS, each.first, (each.num_bytes,), ends, until=each.end, rows=uneven)
+def _and_uneven(parts: Iterable[Part], rows: ExpertRows | None) -> Iterator[Part]:
+    """Yield parts; if they are expert rows, each with what it takes beyond an equal share."""
+    for part in parts:
+        yield part
+        if rows is not None:
+            yield replace(part, rows=rows)
 
 
 def _brings_weight(space: Space, edge: TensorEdge) -> bool:
@@ -243,19 +222,6 @@ def _brings_weight(space: Space, edge: TensorEdge) -> bool:
     while space.decisions[edge.source].kind == "shared_reshard":
         edge = space.inbound[edge.source, 0]
     return space.is_weight(edge.source)
-
-
-def resident(memory: MemoryModel, part: Part, at: Moment) -> Modes:
-    """Return the bytes of a part for one micro-batch that are resident at a moment, by mode; () if none are."""
-    presence = memory.presence
-    there = at.place < part.until and presence.is_resident(part.role, part.used, at)
-    if part.role not in (Role.SAVED, Role.WHOLE) or presence.lifetimes.num_modes(part.of) < len(MODES):
-        return part.modes if there else ()
-    is_away = presence.is_resident(part.role, part.used, at, offloads=True)
-    if there == is_away:
-        return part.modes if there else ()
-    nothing, modes = (memory.tensors.nothing(part.modes[0].shape),), part.modes * (len(MODES) // len(part.modes))
-    return (*modes[:-1], *nothing) if there else (*nothing * (len(MODES) - 1), modes[-1])
 
 
 def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = False) -> Modes | None:
@@ -275,7 +241,8 @@ def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = F
         at, found = presence.moment(moment), []
         for part in parts:
             times = presence.times(part.role, at.phase)
-            if times and (modes := resident(memory, part, at)):
-                found.append(modes if times == 1 else tuple([memory.tensors.times(each, times) for each in modes]))
+            if times and presence.is_resident(part, at):
+                modes = [each if times == 1 else memory.tensors.times(each, times) for each in part.modes]
+                found.append(tuple(modes))
         moments.append((weight, found))
     return memory.tensors.total(moments)

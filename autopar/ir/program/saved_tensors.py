@@ -56,6 +56,8 @@ class Saved:
     """Outputs that are views of an input."""
     strides: tuple[Strides, ...] = ()
     """Strides of each output."""
+    others: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Shape, and bytes per element, of each tensor of `other_bytes`."""
 
 
 def saved_with(node: fx.Node, infos: tuple[TensorInfo, ...]) -> Saved:
@@ -195,11 +197,10 @@ def _saved(question: _Question) -> Saved:
 
 
 def _saved_on(question: _Question, on_meta: bool) -> Saved:
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # kept alive, so that no other gets its address
+        kept[tensor.untyped_storage()._cdata] = tensor  # kept alive, so that no other gets its address
         return tensor
 
     device = torch.device("meta" if on_meta else "cpu")
@@ -222,10 +223,12 @@ def _saved_on(question: _Question, on_meta: bool) -> Saved:
         entered = {tensor.untyped_storage()._cdata for tensor in tensors}
         aliases = frozenset(i for i, x in enumerate(outputs) if x.untyped_storage()._cdata in entered)
         known = {tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)}
-        hidden = () if question.target in DRAWN_AGAIN else kept.items()
-        other = sum(storage.nbytes() for address, storage in hidden if address not in known)
+        hidden = [] if question.target in DRAWN_AGAIN else [x for address, x in kept.items() if address not in known]
+        other = sum(tensor.untyped_storage().nbytes() for tensor in hidden)
+        others = tuple((tuple(map(int, tensor.shape)), tensor.element_size()) for tensor in hidden)
         strides = tuple(tuple(map(int, x.stride())) for x in outputs)
-        return Saved(_positions_among(tensors, kept), _positions_among(outputs, kept), other, aliases, strides)
+        entering, leaving = (_positions_among(each, kept) for each in (tensors, outputs))
+        return Saved(entering, leaving, other, aliases, strides, others)
 
 
 def _empty(info: TensorInfo, strides: Strides | None, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ def bounds_at(
     if last < 0:
         return Bounds(-math.inf, 0)
     row, price = (priced.row, priced.price) if priced is not None else (MemoryRow(((last, 1),)), 0.0)
-    seconds = bound_at(formulation.problem(pins, row, row.total * limit, modes), price, deadline)
+    seconds = bound_at(formulation.problem(pins, row, limit, modes), price, deadline)
     try:
         return Bounds(seconds, least_peak(formulation, pins, modes, deadline, sufficient=limit, is_brief=True).bound)
     except TimeLimitError:

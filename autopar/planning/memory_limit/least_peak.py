@@ -139,8 +139,8 @@ class _Search(_Visited):
         seen: set[MemoryRow] = set()
         while len(seen) < MAX_PLANES and weights not in seen and not self.is_done():
             seen.add(weights)
-            problem = self.formulation.problem(self.pins, weights, None, self.modes).in_bytes()
             try:
+                problem = self.formulation.problem(self.pins, weights, None, self.modes).in_bytes()
                 solution = _solved(problem, self.deadline)
             except TimeLimitError:
                 if not self.points:
@@ -159,12 +159,12 @@ class _Search(_Visited):
         while len(self.moments) <= MAX_ROWS and not self.is_done():
             smaller = self.best - 1
             rows = (self.weights, *(MemoryRow(((moment, 1),)) for moment in self.moments))
-            weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
-            weighted = weighted.in_bytes()
-            before, priced = priced, [(edge.ends, edge.seconds.shape) for edge in weighted.edges]
-            found = found if priced == before else None  # further rows may state more edges by mode
             open_bytes = float((smaller - self.least + 1) * self.weights.total)
             try:
+                weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
+                weighted = weighted.in_bytes()
+                before, priced = priced, [(edge.ends, edge.seconds.shape) for edge in weighted.edges]
+                found = found if priced == before else None  # further rows may state more edges by mode
                 found = found or _reduced_costs_of(weighted, open_bytes, self.deadline)
             except TimeLimitError:
                 return

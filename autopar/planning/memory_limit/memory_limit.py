@@ -12,20 +12,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.console.units import format_share
 from autopar.costs.memory.moments import MemoryRow
+from autopar.costs.memory.peak import bytes_by_moment
 from autopar.costs.space.narrowed import Pins
-from autopar.errors import CutOffError, InfeasibleError, warn_user
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError, warn_user
 from autopar.ir.program.recompute_segments import MODES
 from autopar.planning.formulation import Formulation, pinned_by
-from autopar.planning.memory_limit.answers import Answer, choices_of_nodes, row_of, share, without_idle_modes
+from autopar.planning.memory_limit.answers import (
+    Answer,
+    choices_and_modes,
+    choices_of_nodes,
+    row_of,
+    share,
+    without_idle_modes,
+)
 from autopar.planning.memory_limit.moments import Moments
-from autopar.planning.memory_limit.refusal import LimitQuestions, Modes
+from autopar.planning.memory_limit.refusal import Modes, Refusal
 from autopar.planning.settings import Settings
-from autopar.solver.deadline import ENDING, after, grace, is_over, seconds_until, why_over
+from autopar.solver.deadline import ENDING, NEVER, after, grace, is_over, seconds_until, until, why_over
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import describe_conflict
-from autopar.solver.problem import Problem, Solution
+from autopar.solver.problem import Problem
 from autopar.solver.search import Found, RowSource, search
 from autopar.solver.solve import solve
 from autopar.solver.tolerances import Tolerances
@@ -52,38 +62,44 @@ def best_within(formulation: Formulation, pins: Pins, settings: Settings) -> Ans
     stop_gap = STOP_GAP if is_rough else options.gap or 0.0
     counted = math.inf if settings.is_brief else stop_gap
     tolerances = Tolerances(options.gap or 0.0, stop_gap, counted, cutoff=settings.cutoff)
-    request = LimitQuestions(formulation, pins, deadline, (1 - ENDING) * options.time_limit, settings.is_brief)
+    refusal = Refusal(formulation, pins, deadline, (1 - ENDING) * options.time_limit, settings.is_brief)
     modes = settings.modes(formulation.memory.lifetimes.segments)
-    with request.naming_pins():
+    with refusal.naming_pins():
         if limit is None or not formulation.memory.lifetimes.calls:
-            return _without_a_limit(request, modes, settings)
-        found = _within(request, limit, modes, tolerances, options.solver)
+            return _without_a_limit(formulation, pins, modes, settings, deadline)
+        found = _within(refusal, limit, modes, tolerances, options.solver)
     if share(found) > max(stop_gap, options.gap or 0.0):
         why = f"{why_over()}: " if is_over(deadline) else ""
         most = f"at most {format_share(share(found))} of its step could be saved"
         warn_user(f"{why}the plan is within the limit at every moment, but not proven best: {most}.", RuntimeWarning)
-    return without_idle_modes(found, formulation, pins, modes, limit) if modes else found
+    if not modes:
+        return found
+    with until(NEVER):
+        return without_idle_modes(found, formulation, pins, modes, limit)
 
 
-def _without_a_limit(request: LimitQuestions, modes: Modes | None, settings: Settings) -> Answer:
+def _without_a_limit(
+    formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings, deadline: float
+) -> Answer:
     """Return the best without a limit; nothing is computed again that need not be."""
     forced = None if modes is None or not all(modes.values()) else modes
-    cached = request.formulation.without_a_limit
-    key = None if forced is None else tuple(forced.items()), pinned_by(request.pins)
+    cached = formulation.without_a_limit
+    key = None if forced is None else tuple(forced.items()), pinned_by(pins)
     if key not in cached:
-        problem = request.stated((None,), None, forced)[0]
-        left = max(seconds_until(request.deadline), grace())
-        solution = solve(problem, solver=settings.search.solver, time_limit=left, gap=settings.search.gap or 0.0)
-        found = request.answer(problem, solution, forced)
-        if is_over(request.deadline):
-            return found  # it may be better another time
-        cached[key] = found
+        problem = formulation.problem(pins, modes=forced)
+        left = max(seconds_until(deadline), grace())
+        found = solve(problem, solver=settings.search.solver, time_limit=left, gap=settings.search.gap or 0.0)
+        choices, chosen = choices_and_modes(found.choices, formulation, forced)
+        answer = Answer(choices, chosen, found.seconds, found.bound, found.solver, found.multiplier, problem)
+        if is_over(deadline):
+            return answer  # it may be better another time
+        cached[key] = answer
     return cached[key]
 
 
-def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances: Tolerances, solver: str) -> Answer:
+def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Tolerances, solver: str) -> Answer:
     """Return the best within a limit that is found in time."""
-    formulation, deadline = request.formulation, request.deadline
+    formulation, pins, deadline = refusal.formulation, refusal.pins, refusal.deadline
     last = len(formulation.memory.lifetimes.calls) - 1
     prices = {last: 0.0}
     if (near := formulation.near) is not None and formulation.incumbent is not None:
@@ -93,37 +109,56 @@ def _within(request: LimitQuestions, limit: int, modes: Modes | None, tolerances
         prices |= {moment: near.price * weight for moment, weight in near.row.weights}
 
     def state(rows: Sequence[MemoryRow]) -> Sequence[Problem]:
-        return request.stated(rows, limit, modes)
+        return formulation.problems(pins, rows, limit, modes)
 
-    moments = Moments(state, lambda choices: request.taken(choices, modes), limit, list(prices))
-    first = moments.problems()[0]
+    def taken(choices: tuple[int, ...]) -> np.ndarray:
+        return bytes_by_moment(formulation.memory, *choices_and_modes(choices, formulation, modes))
+
+    moments = Moments(state, taken, limit, list(prices))
+    first = refusal.first_of(moments, limit)
     if first.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(first, deadline))
     gives_up = deadline - HALF * seconds_until(deadline)
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        known = _incumbent(formulation, moments, modes)
-        found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up, known)
+        begun = _begun(first, _incumbent(formulation, moments, modes), tuple(prices.values()))
+        found = _searched(moments, begun, deadline, tolerances, gives_up)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)
     if found.choices is None:
         if tolerances.cutoff < math.inf:
             raise CutOffError(math.inf)
-        smallest, bound = request.smallest_within(limit, modes), found.bound
+        smallest, bound = refusal.smallest_within(limit, modes), found.bound
         known = choices_of_nodes(smallest.choices, smallest.modes.values()) if smallest.peak_bytes <= limit else None
-        found = search(moments, deadline, tolerances, found.prices, known=known)
+        found = _searched(moments, _begun(first, known, found.prices), deadline, tolerances)
         if found.choices is None:
-            raise request.none_within(limit, modes, smallest)
+            raise refusal.none_within(limit, modes, smallest)
         found = replace(found, bound=min(max(found.bound, bound, 0.0), found.seconds))
     row = row_of(dict(zip(moments.numbers, found.prices, strict=False)))
     row, multiplier = (row, sum(found.prices) / row.total) if row.weights else (None, 0.0)
-    problem = request.stated((row,), limit, modes)[0]
     assert found.choices is not None
-    num_bytes = problem.bytes_of(found.choices)
-    solution = Solution(found.choices, found.seconds, num_bytes, found.bound, found.solver, multiplier)
-    return request.answer(problem, solution, modes, row)
+    choices, chosen = choices_and_modes(found.choices, formulation, modes)
+    with until(NEVER):  # the answer is found
+        problem = formulation.problem(pins, row, limit, modes)
+    return Answer(choices, chosen, found.seconds, found.bound, found.solver, multiplier, problem, row)
+
+
+def _begun(problem: Problem, choices: tuple[int, ...] | None, prices: tuple[float, ...]) -> Found:
+    """Return what is known before a search: choices within all budgets, if there are any, and prices near its own."""
+    seconds = math.inf if choices is None else problem.seconds_of(choices)
+    return Found(choices, seconds, -math.inf, prices, "elimination")
+
+
+def _searched(
+    source: RowSource, begun: Found, deadline: float, tolerances: Tolerances, gives_up: float = math.inf
+) -> Found:
+    """Return what a search finds that begins at what is known, and that if there is no time to begin."""
+    try:
+        return search(source, deadline, tolerances, begun.prices, gives_up, begun.choices)
+    except TimeLimitError:
+        return begun
 
 
 def _incumbent(formulation: Formulation, moments: Moments, modes: Modes | None) -> tuple[int, ...] | None:

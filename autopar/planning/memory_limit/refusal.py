@@ -1,35 +1,28 @@
-"""Request within a memory limit: its problems and the answers to them.
-
-If there is no plan, the refusal says why: the least that a plan takes, and what each pin is worth.
-"""
+"""Refusal of a memory limit, where no plan is within it: the least that a plan takes, and what each pin is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from autopar.console.units import format_bytes
-from autopar.costs.memory.moments import MemoryRow
-from autopar.costs.memory.peak import bytes_by_moment
 from autopar.costs.space.narrowed import Pins, is_large
 from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation
-from autopar.planning.memory_limit.answers import Answer, choices_and_modes
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
-from autopar.solver.deadline import grace, is_over, moment_in, why_over
+from autopar.solver.deadline import grace, is_over, moment_in, until, why_over
 from autopar.solver.infeasibility import MAX_NAMED, Conflict, describe_conflict, find_conflict
-from autopar.solver.problem import Problem, Solution
+from autopar.solver.problem import Problem
+from autopar.solver.search import RowSource
 
 Modes = Mapping[str, str]
 """Segment → its mode, "" where it is free to choose."""
 
 
 @dataclass(frozen=True, slots=True)
-class LimitQuestions:
-    """Request for a plan: the formulation, the pins and the deadline."""
+class Refusal:
+    """Refusal of the plans of a formulation under pins, with the time until which it may look how little these take."""
 
     formulation: Formulation
     pins: Pins
@@ -48,22 +41,25 @@ class LimitQuestions:
             whole, pins = self.formulation.widened(self.pins)
             if error.least_bytes is not None or self.formulation.space.kept is None or is_large(whole.space):
                 raise
-            raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
+            with until(self._until):
+                raise InfeasibleError(describe_conflict(whole.problem(pins), self.deadline)) from None
 
     def _smallest(self, modes: Modes | None, sufficient: int) -> LeastPeak:
         """Return the plan with the least peak, or one with a peak of at most `sufficient` (see `least_peak`)."""
-        return least_peak(self.formulation, self.pins, modes, self._until, sufficient, self.is_brief)
+        with until(moment := self._until):
+            return least_peak(self.formulation, self.pins, modes, moment, sufficient, self.is_brief)
 
     def _least(self, whole: Formulation, pins: Pins, modes: Modes | None) -> str:
         """Return the least peak under other pins on the whole space."""
-        return format_bytes(least_peak(*whole.narrowed(pins), modes, self._until).peak_bytes)
+        with until(moment := self._until):
+            return format_bytes(least_peak(*whole.narrowed(pins), modes, moment).peak_bytes)
 
     @property
     def _until(self) -> float:
-        spare = max(self.spare, grace())  # so that there is a number to tell, however late it is
+        spare = max(self.spare - grace(), 0.0)  # so that there is a number to tell, however late it is
         return max(self.deadline, moment_in(spare))
 
-    def refusal(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
+    def _words(self, limit: int, modes: Modes | None, smallest: LeastPeak) -> str:
         """Return why there is no plan: the least that one needs, and what the pins that take part are worth."""
         start = f"the memory limit is {format_bytes(limit)} ({limit} bytes) per device, but {smallest}"
         if self.is_brief:
@@ -96,8 +92,16 @@ class LimitQuestions:
         """Return the pins that conflict with the limit; None if there are none, or that is not proven."""
         if not pins or smallest.bound <= limit or is_large(whole.space):
             return None
-        row = smallest.weights
-        return find_conflict(whole.problem(pins, row, row.total * limit, modes), self.deadline)
+        with suppress(TimeLimitError), until(self._until):
+            return find_conflict(whole.problem(pins, smallest.weights, limit, modes), self.deadline)
+        return None
+
+    def first_of(self, source: RowSource, limit: int) -> Problem:
+        """Return the first problem of a search within a limit; TimeLimitError if there is no time to state it."""
+        try:
+            return source.problems()[0]
+        except TimeLimitError:
+            raise TimeLimitError(self._too_late(limit)) from None
 
     def smallest_within(self, limit: int, modes: Modes | None) -> LeastPeak:
         """Return the smallest plan; its peak may exceed the limit if no plan is proven to.
@@ -116,25 +120,10 @@ class LimitQuestions:
         """Return the error where no plan was found, by the smallest that is known."""
         if smallest.bound <= limit and is_over(self.deadline):
             return TimeLimitError(self._too_late(limit, str(smallest)))
-        return InfeasibleError(self.refusal(limit, modes, smallest), smallest.peak_bytes)
+        return InfeasibleError(self._words(limit, modes, smallest), smallest.peak_bytes)
 
     def _too_late(self, limit: int, least: str = "") -> str:
         return (
             f"{why_over()} before a plan within the memory limit, {format_bytes(limit)} per device, was found"
             f"{least and ': '}{least}. Raise the time limit or the memory limit, or use more devices."
         )
-
-    def taken(self, choices: tuple[int, ...], modes: Modes | None) -> np.ndarray:
-        """Return the bytes at every moment, of choices of decisions and modes of segments."""
-        return bytes_by_moment(self.formulation.memory, *choices_and_modes(choices, self.formulation, modes))
-
-    def stated(self, rows: Sequence[MemoryRow | None], limit: int | None, modes: Modes | None) -> Sequence[Problem]:
-        """Return the problem with each of some rows, which are all of as many moments; None: without one."""
-        row = rows[0]
-        budget = None if row is None or limit is None else row.total * limit
-        return self.formulation.problems(self.pins, rows, budget, modes)
-
-    def answer(self, problem: Problem, solution: Solution, modes: Modes | None, row: MemoryRow | None = None) -> Answer:
-        choices, chosen = choices_and_modes(solution.choices, self.formulation, modes)
-        certificate = solution.solver, solution.multiplier, problem, row
-        return Answer(choices, chosen, solution.seconds, solution.bound, *certificate)

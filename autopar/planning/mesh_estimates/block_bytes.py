@@ -30,6 +30,7 @@ from autopar.costs.memory.resident_parts import all_parts
 
 Floats = NDArray[np.float64]
 LASTING = {Role.STORED: "stored", Role.MOVED: "stored", Role.GRADIENT: "gradients", Role.REDUCED: "reduced"}
+SAVED = (Role.SAVED, Role.OFFLOADED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +72,10 @@ def bytes_of_blocks(
         at, source = tuple(choices[end] for end in part.ends), homes[part.ends[0]]
         if part.role in LASTING:
             found[LASTING[part.role]][homes[part.ends[-1]] or 0] += float(part.modes[0][at])
-        elif part.role is Role.SAVED and part.modes and part.used < calls and source is not None:
+        elif part.role in SAVED and part.modes and part.used < calls and source is not None:
             num_bytes = float(part.modes[min(of_mode[part.of], len(part.modes) - 1)][at])
             found["arriving"][at_place[part.used]] += num_bytes * bool(source < at_place[part.used])
-    np.add.at(found["saved"], at_place, moments.of(Role.SAVED)[:calls])
+    np.add.at(found["saved"], at_place, moments.of(*SAVED)[:calls])
     phase = Phase(0, first=not memory.microbatches.several)
     totals = moments.totals(phase).max(axis=0)
     before = np.concatenate([[0.0], np.cumsum(found["saved"])])[at_place]

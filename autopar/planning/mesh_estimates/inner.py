@@ -98,10 +98,6 @@ class Level:
         """Return whether another plan has the same choices."""
         return self.choices == other.choices and self.space.has_same_candidates(other.space)
 
-    def priced_as(self, other: Level) -> Level:
-        """Return the plan with the costs of another one."""
-        return replace(self, memory=other.memory.fetching_ahead(self.memory.prefetch))
-
     @property
     def simulated_seconds(self) -> float:
         """Seconds of a step of all micro-batches of the whole model, if all blocks stand on the same devices."""

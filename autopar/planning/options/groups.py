@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from autopar.console.names import MEMORY_CONVENTIONS, OFFLOADED, PREFETCH_DEPTHS, RECOMPUTATIONS, SCHEDULES
-from autopar.console.units import parse_bytes
+from autopar.console.units import format_bytes, parse_bytes
 from autopar.costs.pricing.conventions import MemoryConventions
 from autopar.errors import InputError
 from autopar.files.schema import Flag, Maybe, OneOf, Real, Text, Whole
@@ -22,6 +22,7 @@ Prefetch = Literal["auto", 0, 1, 2]
 Solver = Literal["auto", "ilp"]
 
 TIME_LIMIT = 120.0  # seconds
+MAX_BYTES = 2**53  # 9 PB: shares of more are not exact
 MAX_TILES = 1024  # each is a turn of a loop, which compilers unroll
 
 
@@ -57,7 +58,11 @@ _FACTOR = Satisfying(
     "a finite number above 0 (1.25: a quarter more rows than an expert has where routing is balanced)",
     float,
 )
-_SECONDS = Satisfying(lambda found: _is_number(found) and 0 <= found <= math.inf, "seconds of at least 0", float)
+_SECONDS = Satisfying(
+    lambda found: _is_number(found) and (0 <= found <= sys.float_info.max or found == math.inf),
+    "seconds of at least 0",
+    float,
+)
 _SHARE = Satisfying(
     lambda found: _is_number(found) and 0 <= found < 1,
     "a share of the step of at least 0 and below 1, 0 for a plan that is proven best",
@@ -111,9 +116,11 @@ class Memory(Group):
 
     def __post_init__(self) -> None:
         self.check()
-        for size in (self.limit, self.host_limit):
-            if size is not None:
-                parse_bytes(size)
+        for name, size in (("limit", self.limit), ("host_limit", self.host_limit)):
+            if size is not None and not 0 < parse_bytes(size) <= MAX_BYTES:
+                raise InputError(
+                    f"Memory({name}={size!r}); give at least 1 byte, and at most {format_bytes(MAX_BYTES)}."
+                )
         if self.weight_tiles and self.limit is None:
             raise InputError(
                 "Memory(weight_tiles=True) has weights gathered a tile at a time where a memory limit asks for it, and "

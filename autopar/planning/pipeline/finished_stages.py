@@ -18,6 +18,7 @@ from autopar.ir.sharding.layout import Layout
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.pipeline.stage_search import SearchedStage, StageSearch
 from autopar.planning.planner import Solved, draft_of, fetched_ahead, formulations_of
+from autopar.solver.deadline import NEVER, until
 from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Problem
 
@@ -60,7 +61,8 @@ class StageFinisher:
         if limit is not None and memory_use(memory, answer.choices, answer.modes)[0] > limit:
             memory = formulation.memory.fetching_ahead(made.formulation.memory.prefetch)
         if (searched.runs, searched.budget) != (search.runs[stage], search.budgets[stage]):
-            answer = self._bounded(answer, formulation.problem(pins), number)
+            with until(NEVER):
+                answer = self._bounded(answer, formulation.problem(pins), number)
         return draft_of(Solved(formulation, pins, settings, answer), memory).written()
 
     def _bounded(self, found: Answer, problem: Problem, structure: int) -> Answer:

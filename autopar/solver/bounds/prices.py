@@ -8,18 +8,20 @@ Every visited x bounds L from above, and the next prices lie halfway to those th
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.errors import TimeLimitError
 from autopar.solver.deadline import is_over
-from autopar.solver.problem import Floats, Integers
-from autopar.solver.tolerances import ROUNDING, is_closed
+from autopar.solver.problem import Integers, Parts, Problem
+from autopar.solver.tolerances import ROUNDING, SUM_ROUNDING, is_closed
 
+UNLIMITED = 2.0**62  # bytes
 MAX_PLANES = 60  # evaluations in search of prices, or of weights of moments
 NEARER = 0.5  # share of the way from the best prices to those that are best against all visited solutions
 BOX = 16.0  # times the prices to begin with: further ones are not looked at
@@ -40,17 +42,18 @@ def nowhere(mixture: Mixture) -> bool:
     return False
 
 
-class PricedRows(Protocol):
-    """A problem with memory rows, ready to be evaluated at prices of them all."""
+class PricedRows:
+    """A problem with several memory rows, ready to be evaluated at prices of them all."""
 
-    @property
-    def budgets(self) -> Floats: ...
+    def __init__(self, problems: Sequence[Problem], deadline: float) -> None:
+        self.problems, self.deadline = tuple(problems), deadline
+        self.budgets = np.array([UNLIMITED if each.budget is None else float(each.budget) for each in problems])
 
     def at(
         self,
         prices: tuple[float, ...],
-        known_bound: float = -np.inf,
-        sufficient: float = np.inf,
+        known_bound: float = -math.inf,
+        sufficient: float = math.inf,
         near: float = ROUNDING,
     ) -> tuple[float, tuple[int, ...] | None]:
         """Return L(λ) or a bound on it, and choices that (nearly) attain it; None if none were found.
@@ -58,11 +61,28 @@ class PricedRows(Protocol):
         Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
         `sufficient`, and choices within a relative gap that is `near`.
         """
-        ...
+        paid = float(np.dot(prices, self.budgets))
+        least, choices = self.least(prices, known_bound + paid, sufficient + paid, near)
+        if math.isinf(least):
+            return least, None
+        # Rounding must not let the bound pass what it bounds.
+        return least - paid - SUM_ROUNDING * (abs(least) + paid), choices
+
+    @abstractmethod
+    def least(
+        self, prices: tuple[float, ...], known_bound: float, sufficient: float, near: float
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """Return the same of seconds + prices · bytes."""
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
         """Return the seconds of choices, and their bytes in each row."""
-        ...
+        seconds, row_bytes = self.parts.cost_of(choices)
+        return seconds, np.array(row_bytes)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Nodes and edges of the problems, grouped by equal arrays."""
+        return Parts(self.problems)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.order import elimination_order
 from autopar.solver.problem import Problem
@@ -98,6 +99,7 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
     steps: dict[EliminationStep, int] = {}
     buckets: list[Bucket] = []
     for place, node in enumerate(order):
+        check_whole()
         # Axes in order of first mention: equal buckets of different layers then get equal steps.
         bag = tuple(dict.fromkeys((node, *itertools.chain.from_iterable(scope for _, scope in factors[place]))))
         axis = {member: number for number, member in enumerate(bag)}

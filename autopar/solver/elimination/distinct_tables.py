@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.problem import Floats, Integers, Problem, only_bytes
 
 SURROUNDINGS = 3  # edges: nodes whose surroundings are equal so far are of one kind
@@ -41,6 +42,7 @@ class Tables:
             self.of_node.append(by_object[objects])
         by_object.clear()
         for edge, *more in zip(problem.edges, *(each.edges for each in others), strict=True):
+            check_whole()
             of_edge = (edge.num_bytes, *(each.num_bytes for each in more))
             objects = (id(edge.seconds), *map(id, of_edge), edge.is_loop)
             if objects not in by_object:

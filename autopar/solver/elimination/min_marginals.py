@@ -101,22 +101,6 @@ def _least_of(arrays: Iterable[Floats]) -> Floats:
     return least
 
 
-def cheapest(one: ReducedCosts, other: ReducedCosts) -> ReducedCosts:
-    """Return the entrywise minimum of two reduced costs, as at two prices; equal arrays stay one array."""
-    shared: dict[tuple[int, int], Floats] = {}
-
-    def least(pairs: Iterable[tuple[Floats, Floats]]) -> tuple[Floats, ...]:
-        found = []
-        for first, second in pairs:
-            if (id(first), id(second)) not in shared:
-                shared[id(first), id(second)] = np.minimum(first, second)
-            found.append(shared[id(first), id(second)])
-        return tuple(found)
-
-    of_node = least(zip(one.of_node, other.of_node, strict=True))
-    return ReducedCosts(one.alive, of_node, least(zip(one.of_edge, other.of_edge, strict=True)))
-
-
 def outside_steps(
     elimination: Elimination, tables: Sequence[Floats], margin: float = np.inf, deadline: float = NEVER
 ) -> list[Floats]:

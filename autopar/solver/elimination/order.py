@@ -11,6 +11,7 @@ import itertools
 import math
 from functools import lru_cache
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.problem import Problem
 
 CROWDED = 10  # neighbours of a node whose fill is not counted
@@ -60,6 +61,7 @@ def _order(
     heapq.heapify(heap)
     order: list[int] = []
     while heap:
+        check_whole()
         entry = heapq.heappop(heap)
         node = int(entry[-1])
         if current.get(node) != entry:

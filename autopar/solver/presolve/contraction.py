@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.problem import Edge, Integers, Node, Problem
 
 GROWTH = 4  # largest number of allowed pairs, as a multiple of the strategies of the larger of the two nodes
@@ -134,6 +135,7 @@ class _State:
         return self.made[key][0]  # type: ignore[index, return-value]
 
     def _join(self, one: int, other: int, pairs: tuple[Integers, Integers]) -> None:
+        check_whole()
         rows = dict(zip((one, other), pairs, strict=True))
         between = [n for n in sorted(self.at[one] | self.at[other]) if set(self.edges[n].ends) <= rows.keys()]
         nodes = self.nodes[one], self.nodes[other]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.problem import Edge, Integers, Node, Problem, cut_table
 
 
@@ -61,6 +62,7 @@ def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
     num_bytes = [[cut(n.num_bytes, (each,)) for n, each in zip(p.nodes, kept, strict=True)] for p in problems]
     edges: list[list[Edge]] = [[] for _ in problems]
     for edge, *others in zip(*(each.edges for each in problems), strict=True):
+        check_whole()
         rows = [kept[end] for end in edge.ends]
         open_ends = tuple([end for end, each in zip(edge.ends, rows, strict=True) if len(each) > 1])
         ends = edge.ends if edge.is_loop else open_ends

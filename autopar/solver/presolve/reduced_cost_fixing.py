@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.solver.deadline import check_whole
 from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.problem import Edge, Floats, Integers, Node, Parts, Problem, cut_table
 
@@ -52,11 +53,9 @@ def only(problem: Problem, kept: Iterable[Integers]) -> ReducedCosts:
         reduced_cost[left] = -np.inf
         of_node.append(masks.setdefault(reduced_cost.tobytes(), reduced_cost))
         alive.append(every.setdefault(node.num_strategies, np.arange(node.num_strategies)))
-    shared: dict[tuple[int, ...], Floats] = {}
-    of_edge = [
-        shared.setdefault(edge.seconds.shape, np.broadcast_to(-np.inf, edge.seconds.shape)) for edge in problem.edges
-    ]
-    return ReducedCosts(tuple(alive), tuple(of_node), tuple(of_edge))
+    shapes = [edge.seconds.shape for edge in problem.edges]
+    shared = {shape: np.broadcast_to(-np.inf, shape) for shape in set(shapes)}
+    return ReducedCosts(tuple(alive), tuple(of_node), tuple([shared[shape] for shape in shapes]))
 
 
 def remaining(problem: Problem, found: ReducedCosts, limit: float) -> Remaining:
@@ -83,6 +82,7 @@ def remaining_of_each(
     edges: list[list[Edge]] = [[] for _ in problems]
     pairs: dict[object, tuple[Floats, list[Integers | None]]] = {}  # equal edges stay one array
     for number in parts.edges_at(~decided):
+        check_whole()
         edge, reduced_cost = first.edges[number], found.of_edge[number]
         edge_bytes = [each.edges[number].num_bytes for each in problems]
         ends = [rows[end] for end in edge.ends]

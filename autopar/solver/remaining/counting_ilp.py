@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.deadline import NEVER, check, seconds_until
 from autopar.solver.ilp import SMALL_ILP, solved
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
+from autopar.solver.remaining.scip import solve_by_scip
 from autopar.solver.tolerances import EFFORT
 
 
@@ -51,16 +51,16 @@ def best_counts(
     remaining_problem: RemainingProblem,
     tolerance: float,
     deadline: float = NEVER,
-    effort: float = math.inf,
     known: Sequence[int] | None = None,
+    until: float = 0.0,
 ) -> Counted:
     """Return the choices of least seconds within all budgets, if they cost no more than the limit, up to a tolerance.
 
-    CP-SAT ends with what it has after so much `effort`, which is counted in its deterministic seconds: the answer is
-    the same on every machine. It begins with `known` choices, if there are some. Where any effort is allowed and a
-    little does not decide, branch and bound goes on to the deadline. Raises TooManyChoicesError.
+    CP-SAT ends with what it has after `EFFORT`, which is counted in its deterministic seconds: the answer is the same
+    on every machine. It begins with `known` choices, if there are some. SCIP goes on with what that leaves undecided,
+    `until` a moment. Raises TooManyChoicesError.
     """
-    return _Counting(remaining_problem).solve(tolerance, effort, known, deadline)
+    return _Counting(remaining_problem).solve(tolerance, known, deadline, until)
 
 
 class _Counting:
@@ -70,7 +70,7 @@ class _Counting:
         self.model = cp_model.CpModel()
         self.steps: list[_Step] = []
 
-    def solve(self, tolerance: float, effort: float, known: Sequence[int] | None, deadline: float = NEVER) -> Counted:
+    def solve(self, tolerance: float, known: Sequence[int] | None, deadline: float, until: float = 0.0) -> Counted:
         if self.remaining_problem.margin < 0 or not self._state():
             return Counted(None, self.limit, True)
         if not self.elimination.buckets:
@@ -86,7 +86,7 @@ class _Counting:
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.max_time_in_seconds = seconds_until(deadline)
-        solver.parameters.max_deterministic_time = min(effort, EFFORT)
+        solver.parameters.max_deterministic_time = EFFORT
         solver.parameters.relative_gap_limit = 0.0
         solver.parameters.absolute_gap_limit = gap = max(0.999, tolerance / 2 / unit)
         status = solved(solver, self.model)
@@ -96,8 +96,8 @@ class _Counting:
         is_decided = status == cp_model.OPTIMAL
         values = None if status == cp_model.UNKNOWN else tuple(solver.response_proto.solution)
         least = -math.inf if values is None else solver.best_objective_bound
-        if not is_decided and effort > EFFORT:
-            found = branch_and_bound(self.model, gap, deadline, values or ())
+        if not is_decided and until:
+            found = solve_by_scip(self.model, gap, until, values or ())
             is_decided, least = found.is_decided, max(least, found.bound)
             values = values if found.values is None else found.values
         choices, bound = None if values is None else self._handed_out(values), min(constant + least * unit, self.limit)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.views.formulas.symbols import Size
@@ -69,6 +69,13 @@ class Equations:
             self.learn(left, value, where)
         elif left in self.known:
             self._news.append(left)
+
+    def equate(self, named: Iterable[tuple[Hashable, int]], where: str) -> dict[Hashable, int]:
+        """Make variables of one name equal; return the first of each name."""
+        first: dict[Hashable, int] = {}
+        for name, variable in named:
+            self.equal(first.setdefault(name, variable), variable, where)
+        return first
 
     def learn(self, variable: int, value: Size, where: str = "") -> None:
         """Set a size; where it has another already, that stays, and the contradiction is noted."""

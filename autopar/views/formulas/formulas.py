@@ -46,11 +46,11 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call, OpRule, is_view
 from autopar.ir.sharding.rule import BoundRule
 from autopar.planning.settings import context_of
-from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.memory import SymbolicMemory, memory_formulas, offloaded_bytes
 from autopar.views.formulas.repetition import Repetition, stacks_of
 from autopar.views.formulas.reprice import exposed_share, rate
 from autopar.views.formulas.symbolic_shapes import symbolic_shapes
+from autopar.views.formulas.symbolic_space import LocalSizes
 from autopar.views.formulas.symbols import LAYERS, Polynomial, Size, axis_symbols
 
 Item = TypeVar("Item")

@@ -20,7 +20,7 @@ from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import Role
 from autopar.costs.memory.peak import memory_use
-from autopar.costs.memory.resident_parts import parts_of, resident
+from autopar.costs.memory.resident_parts import parts_of
 from autopar.costs.memory.tensor_bytes import Bytes, TensorBytes
 from autopar.costs.space.space import Decision, ExpertRows, Space
 from autopar.costs.space.strategy import Strategy
@@ -30,9 +30,8 @@ from autopar.ir.sharding.layout import Layout
 from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import BoundRule
 from autopar.views.formulas.autograd_bytes import hidden_bytes
-from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.repetition import Repetition
-from autopar.views.formulas.symbolic_space import symbolic_space
+from autopar.views.formulas.symbolic_space import LocalSizes, symbolic_space
 from autopar.views.formulas.symbols import Polynomial, Size
 
 
@@ -49,9 +48,8 @@ def memory_formulas(symbolic: SymbolicMemory, modes: Mapping[str, str], repetiti
     counted = [(parts_of(symbolic, n), repetition.of_decision(n)) for n in range(len(space.decisions))]
     counted += [(parts_of(symbolic, edge), repetition.of_edge(edge)) for edge in space.edges]
     for part, count in ((part, count) for parts, count in counted for part in parts):
-        by_mode = resident(symbolic, part, at)
-        mode = memory.lifetimes.mode_of(part.of, modes) if len(by_mode) > 1 else 0
-        num_bytes = Size.of(by_mode[mode].item()) if by_mode else Size.of(0)
+        mode = memory.lifetimes.mode_of(part.of, modes) if len(part.modes) > 1 else 0
+        num_bytes = Size.of(part.modes[mode].item()) if memory.presence.is_resident(part, at) else Size.of(0)
         if num_bytes and part.rows is not None:
             num_bytes = symbolic.uneven(part.rows, num_bytes)
         if num_bytes:
@@ -126,6 +124,6 @@ class _SymbolicBytes(TensorBytes):
         if not other_bytes:
             return np.zeros_like(local)
         shapes = tuple(info.shape for info in call.inputs)
-        make = lambda: self.array([hidden_bytes(decision, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
+        make = lambda: self.array([hidden_bytes(decision.node, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
         (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])

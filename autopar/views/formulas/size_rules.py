@@ -5,7 +5,7 @@ Slices are related if all slices of a dim are known (see `symbolic_shapes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.operation import Call
@@ -17,16 +17,10 @@ SizeRule = Callable[[Equations, Call, Dims, Dims, str], None]
 """(equations, call, dims of its inputs, dims of its outputs, name for errors) adds equations."""
 
 
-def _shifted(equations: Equations, whole: int, part: int, where: str) -> None:
-    """State that `whole` is `part` plus their current difference."""
-    difference = equations.numbers[whole] - equations.numbers[part]
-    equations.add(Equation(whole, (part,), False, difference, where))
-
-
 def padded(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
-    """Add stated margins."""
+    """State that dims are what they were plus their current margins."""
     for before, after in zip(inputs[0], outputs[0], strict=True):
-        _shifted(equations, after, before, where)
+        equations.add(Equation(after, (before,), False, equations.numbers[after] - equations.numbers[before], where))
 
 
 def joined(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
@@ -48,7 +42,7 @@ def attended(equations: Equations, call: Call, inputs: Dims, outputs: Dims, wher
     """Relate queries (s, d), keys (t, d), values (t, e), a mask (s, t) and outputs (s, e)."""
     mask = call["attn_mask"]
     masks = inputs[3:4] if isinstance(mask, TensorInfo) and len(mask.shape) > 1 else ()
-    _attended(equations, inputs, outputs, masks, masks, where)
+    _attended(equations, inputs, outputs, [("st", dims) for dims in masks], where)
 
 
 def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:
@@ -57,18 +51,17 @@ def attended_by_mask(equations: Equations, call: Call, inputs: Dims, outputs: Di
     The sinks follow these vectors.
     """
     vectors = [(dims, info.shape[-2:]) for dims, info in zip(inputs[3:], call["vectors"], strict=False)]
-    of_keys = [dims for dims, shape in vectors if shape and shape[-1] > 1]
-    of_queries = [dims for dims, shape in vectors if len(shape) > 1 and shape[-1] == 1 and shape[0] > 1]
-    _attended(equations, inputs, outputs, of_queries, of_keys, where)
+    named = [("t", dims) for dims, shape in vectors if shape and shape[-1] > 1]
+    named += [("s1", dims) for dims, shape in vectors if len(shape) > 1 and shape[-1] == 1 and shape[0] > 1]
+    _attended(equations, inputs, outputs, named, where)
 
 
-def _attended(equations: Equations, inputs: Dims, outputs: Dims, of_queries: Dims, of_keys: Dims, where: str) -> None:
-    """Relate the last dims of queries, keys, values and outputs, and masks over queries (…, s, ·) and keys (…, t)."""
-    query, key, value = inputs[:3]
-    pairs = [(query[-1], key[-1]), (key[-2], value[-2]), (value[-1], outputs[0][-1]), (query[-2], outputs[0][-2])]
-    pairs += [(dims[-1], key[-2]) for dims in of_keys] + [(dims[-2], query[-2]) for dims in of_queries]
-    for left, right in pairs:
-        equations.equal(left, right, where)
+def _attended(
+    equations: Equations, inputs: Dims, outputs: Dims, masks: Iterable[tuple[str, Sequence[int]]], where: str
+) -> None:
+    """Relate the last dims of queries, keys, values, outputs and masks by their names."""
+    named = [*zip(("sd", "td", "te"), inputs, strict=False), ("se", outputs[0]), *masks]
+    equations.equate((each for names, dims in named for each in zip(names, dims[-len(names) :], strict=True)), where)
 
 
 def unrelated(equations: Equations, call: Call, inputs: Dims, outputs: Dims, where: str) -> None:

@@ -156,29 +156,23 @@ class _Walk:
 
     def _factors(self, bound: BoundRule, tensors: Sequence[list[int]], where: str) -> None:
         """Equate the dims of one factor; a group is the product of its factors."""
-        factors: dict[str, int] = {}
-        groups: list[tuple[int, tuple[str, ...]]] = []
-        for term, variables in zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True):
-            for dim, variable in zip(term.dims, variables, strict=True):
-                first, *inner = dim
-                if inner:
-                    groups.append((variable, dim))
-                elif first not in (WHOLE, "1"):
-                    self._equations.equal(factors.setdefault(first, variable), variable, where)
-        for whole, dim in groups:
-            for name in dim:
-                if name not in factors:
-                    factors[name] = self._equations.variable(bound.sizes[name])
-            self._equations.add(Equation(whole, tuple(factors[name] for name in dim), True, where=where))
+        terms = zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True)
+        dims = [each for term, variables in terms for each in zip(term.dims, variables, strict=True)]
+        single = [(dim[0], variable) for dim, variable in dims if len(dim) == 1 and dim[0] not in (WHOLE, "1")]
+        factors = self._equations.equate(single, where)
+        for dim, whole in dims:
+            if len(dim) > 1:
+                for name in dim:
+                    if name not in factors:
+                        factors[name] = self._equations.variable(bound.sizes[name])
+                self._equations.add(Equation(whole, tuple(factors[name] for name in dim), True, where=where))
 
     def _aligned(self, bound: BoundRule, tensors: Sequence[list[int]], where: str) -> None:
         """Equate whole dims of one size at the same position from the right."""
-        first: dict[tuple[int, int], int] = {}
-        for term, variables in zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True):
-            for place, (dim, variable) in enumerate(zip(reversed(term.dims), reversed(variables), strict=True)):
-                if dim[0] == WHOLE:
-                    key = (place, self._equations.numbers[variable])
-                    self._equations.equal(first.setdefault(key, variable), variable, where)
+        terms = zip((*bound.rule.inputs, *bound.rule.outputs), tensors, strict=True)
+        placed = (enumerate(zip(reversed(term.dims), reversed(some), strict=True)) for term, some in terms)
+        whole = ((place, variable) for dims in placed for place, (dim, variable) in dims if dim[0] == WHOLE)
+        self._equations.equate((((place, self._equations.numbers[each]), each) for place, each in whole), where)
 
     def _relate_slices(self) -> None:
         """Add up slices that tile a dim (packed queries, keys and values); other slices take what a margin leaves."""

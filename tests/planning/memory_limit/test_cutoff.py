@@ -63,7 +63,7 @@ def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(
 ) -> None:
     free = make_plan(space, {})[0]
     evaluated.clear()
-    monkeypatch.setattr(searching, "best_below", None)  # whoever goes on fails
+    monkeypatch.setattr(searching, "BestBelow", None)  # whoever goes on fails
     with pytest.raises(CutOffError) as caught:
         make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=share * free.seconds))
     assert caught.value.seconds >= free.seconds * (1 - 1e-9) and len(set(evaluated)) == num_prices

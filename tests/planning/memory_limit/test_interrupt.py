@@ -47,7 +47,7 @@ def _pressed_at(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
 def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     space = _layers(4)
     limit = make_plan(space, {})[0].peak_bytes // 2
-    _pressed_at(monkeypatch, 300.0)
+    _pressed_at(monkeypatch, 6000 * TICK)
     with (
         pytest.warns(RuntimeWarning, match="the search was interrupted: the plan is within the limit"),
         interruptible(),
@@ -58,7 +58,7 @@ def test_the_best_plan_found_by_then_comes_with_its_bound_and_a_warning(monkeypa
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("moments", [(0.2,), (100.0, 100.2)], ids=["before there is a plan", "twice"])
+@pytest.mark.parametrize("moments", [(4 * TICK,), (2000 * TICK, 2004 * TICK)], ids=["before there is a plan", "twice"])
 def test_without_a_plan_or_pressed_again_it_is_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, moments: tuple[float, ...]
 ) -> None:

@@ -189,13 +189,13 @@ def test_the_problem_of_a_row_that_was_requested_before_is_not_stated_again() ->
     stated.problem({})  # one without a row is another
     more = stated.problems({}, rows, 10**9, modes)
     assert more[:2] == first
-    for requested in ({"budget": 10**8, "modes": modes}, {"budget": 10**9, "modes": dict.fromkeys(modes, "none")}):
+    for requested in ({"limit": 10**8, "modes": modes}, {"limit": 10**9, "modes": dict.fromkeys(modes, "none")}):
         changed, alone = (
             stated.problems({}, rows, **requested),
             Formulation(space, memory).problems({}, rows, **requested),
         )
         for each, one in zip(changed, alone, strict=True):
-            assert each not in more and each.budget == one.budget == requested["budget"]
+            assert each not in more and each.budget == one.budget == requested["limit"]
             choices = tuple(int(np.isfinite(node.seconds).argmax()) for node in each.nodes)
             assert each.cost_of(choices) == one.cost_of(choices)
 

@@ -13,9 +13,10 @@ import autopar
 from autopar.capture.export import Traced, trace
 from autopar.costs.hardware.load import load
 from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.space.space import Space
 from autopar.errors import TimeLimitError
-from autopar.planning import planner
+from autopar.planning import best_plan, planner
 from autopar.planning import request as plan_request
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit import memory_limit
@@ -26,6 +27,7 @@ from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings
 from autopar.solver import deadline
 from autopar.solver import search as searching
+from autopar.solver.search import Found
 from tests.planning.memory_limit.test_cutoff import space as equal_layers
 from tests.solver.test_deadline import _clock
 from tests.support.expert_models import Decoder, token_batches
@@ -33,7 +35,7 @@ from tests.support.planned import X_BD, TwoLinears, space_of
 
 __all__ = ["equal_layers"]
 
-TICK = 0.05  # seconds that pass with every look at the clock
+TICK = 0.02  # seconds that pass with every look at the clock
 LEAST = 232_000  # bytes: between what no plan of four layers is below and the least that is found
 
 
@@ -99,6 +101,12 @@ def test_what_capture_takes_is_on_the_clock(monkeypatch: pytest.MonkeyPatch, tim
     assert ends == [until]
 
 
+def test_no_space_is_laid_out_for_a_search_that_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_plan, "is_over", lambda deadline: True)
+    monkeypatch.setattr(best_plan, "is_worth_another_search", None)  # whoever asks fails
+    autopar.plan(TwoLinears(), autopar.Mesh({"dp": 2}), (X_BD,))
+
+
 def test_what_fits_is_taken_where_there_is_no_time_for_better(
     equal_layers: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +121,37 @@ def test_what_fits_is_taken_where_there_is_no_time_for_better(
         plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
     assert plan.peak_bytes <= limit
     assert 0 < plan.bound <= best.seconds <= plan.seconds and plan.gap > memory_limit.STOP_GAP
+
+
+def test_the_smallest_plan_is_taken_where_there_is_no_time_to_begin_a_search(
+    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
+
+    def late(*_: object) -> Found:
+        raise TimeLimitError
+
+    monkeypatch.setattr(memory_limit, "search", late)
+    with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
+        plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
+    assert plan.peak_bytes <= limit and plan.bound == 0
+
+
+def test_what_is_found_is_stated_though_time_is_over_by_then(
+    equal_layers: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
+    shown = _clock(monkeypatch, 0.0)
+
+    def slowly(*args: Any) -> Found:
+        found = searching.search(*args)
+        shown[0] = 100.0
+        return found
+
+    monkeypatch.setattr(memory_limit, "search", slowly)
+    with deadline.lasting(50.0):
+        plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit), Search(time_limit=50.0)))
+    assert shown == [100.0] and plan.peak_bytes <= limit and plan.gap < memory_limit.STOP_GAP
 
 
 @pytest.mark.slow
@@ -132,3 +171,16 @@ def test_a_problem_that_is_stated_is_broken_off_as_the_whole_time_ends() -> None
         Formulation(space, MemoryModel(space)).problem({})
     with deadline.lasting(time.monotonic() + 60.0):
         Formulation(space, MemoryModel(space)).problem({})
+
+
+def test_a_problem_looks_at_the_clock_at_every_decision_and_edge_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(TwoLinears(), (X_BD,))
+    formulation, least = Formulation(space, MemoryModel(space)), len(space.decisions) + len(space.edges)
+    shown = _clock(monkeypatch, 1.0)
+    with deadline.lasting(1e9):
+        formulation.problem({})
+        assert shown[0] >= 2 * least
+        for moment in (0, 1):
+            before = shown[0]
+            formulation.problem({}, MemoryRow(((moment, 1),)), 1000)
+            assert shown[0] - before >= 2 * least

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.costs.space.parameter_buckets import MOST_RUNNING
 from autopar.runtime.collectives import gradient_buckets
@@ -68,6 +69,38 @@ def _reduced_in_every_way() -> dict[str, list[Tensor]]:
     assert traffic.num_bytes == {("all_reduce", "x"): 5 * 4 * WIDTH * WIDTH * 4}
     assert traffic.calls["all_reduce", "x"] == 10
     return found
+
+
+def _detached_once() -> None:
+    line = mesh((2,), ("x",))
+    x, weights = _input(line.get_rank()), _weights()
+    with use_mesh(line):
+        with _Detached() as detached:
+            before = reduce_gradients("x", *weights)
+        assert detached.count == len(weights)
+        assert not any(each._is_view() for each in before)
+        loss = _forward(x, before)
+        reduce_gradients("x", *weights)
+        loss.backward()
+        loss = _forward(x, reduce_gradients("x", *weights))
+        with torch.no_grad():
+            weights[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class _Detached(TorchDispatchMode):
+    """Mode that counts the calls of `detach`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_detached_once_and_a_step_between_changes_none(ranks: Ranks) -> None:
+    ranks.run(_detached_once)
 
 
 def test_bucketed_gradients_are_exact_however_often_they_are_requested(ranks: Ranks) -> None:

@@ -31,7 +31,7 @@ READS = {
 }
 FROM_HOST_TO_HOST = {
     "dropout.py": "the seed of a draw, which the host computes",
-    "frozen.py": "whether a rank of the pipeline has frozen something",
+    "host_values.py": "whether a rank of the pipeline has frozen something",
     "shared_parameters.py": "which tied weights have a gradient",
 }
 """Files of the runtime that may read CPU tensors in a step → the value that they read."""
@@ -125,6 +125,10 @@ def test_rows_of_experts_are_counted_on_the_host_unless_they_are_padded(ranks: R
         assert ranks.run(_reads_of_experts, padded, choice) == [expected] * 2
 
 
+def test_files_that_may_read_are_files_of_the_runtime() -> None:
+    assert FROM_HOST_TO_HOST.keys() <= {path.name for path in RUNTIME.rglob("*.py")}
+
+
 PIPELINE = {"schedule": "1f1b", "microbatches": 4, "split_points": ["layers.2"]}
 
 
@@ -144,4 +148,4 @@ def test_a_step_reads_nothing_that_a_device_computes(ranks: Ranks, options: dict
     for found in ranks.run(_reads, options, forwards):
         assert found.keys() <= FROM_HOST_TO_HOST.keys()
         assert found["dropout.py"]  # the modes see what is read
-        assert ("frozen.py" in found) == ("schedule" in options)
+        assert ("host_values.py" in found) == ("schedule" in options)

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.module.executable import Executable
+from autopar.runtime.module.executable import Surroundings
 from autopar.runtime.module.stage import Stage
+from autopar.runtime.pipeline import evaluation
 from autopar.runtime.ranks import failure, heartbeats
 from tests.support.ending_ranks import LIMIT_SECONDS, ends_of
 from tests.support.ranks import Ranks
@@ -99,7 +100,7 @@ def _raise_on_rank_1_in_an_evaluation(model: Any, rank: int) -> None:
 
 
 def _failing_surroundings() -> Any:
-    return mock.patch.object(Executable, "surroundings", side_effect=ValueError("no such place"))
+    return mock.patch.object(evaluation, Surroundings.__name__, side_effect=ValueError("no such place"))
 
 
 def _raise_and_stay(model: Any, rank: int) -> None:

@@ -190,7 +190,7 @@ def test_what_autograd_keeps_next_to_inputs_and_outputs_grows_with_the_dims_it_i
         assert decision.candidates.call is not None
         inputs = [shapes.shapes[key] for key in input_keys(space, decision)]
         kept = saved[decision.node].other_bytes
-        found[name] = hidden_bytes(decision, decision.candidates.call, inputs, kept, shapes.symbols)
+        found[name] = hidden_bytes(decision.node, decision.candidates.call, inputs, kept, shapes.symbols)
         assert found[name] == kept > 0
     statistics, probabilities = map(str, map(Polynomial.of, found.values()))
     assert statistics == "batch*hidden*sequence/2"  # a float32 per query and head of eight

@@ -13,10 +13,10 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.peak import memory_use
 from autopar.costs.plans.expressions import evaluate
 from autopar.costs.pricing.optimizer import Optimizer
-from autopar.views.formulas.local_sizes import LocalSizes
 from autopar.views.formulas.memory import SymbolicMemory, memory_formulas
 from autopar.views.formulas.repetition import Repetition, stacks_of
 from autopar.views.formulas.symbolic_shapes import symbolic_shapes
+from autopar.views.formulas.symbolic_space import LocalSizes
 from autopar.views.formulas.symbols import LAYERS
 from tests.views.formulas.test_formulas import space_at
 

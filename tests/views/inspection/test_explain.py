@@ -273,7 +273,7 @@ def test_within_a_limit_the_same_question_has_the_same_answer(limited: Plan) -> 
 
 @pytest.mark.slow
 def test_no_plan_within_the_limit_and_without_the_strategy_is_better_than_the_runner_up() -> None:
-    space = space_of(TwoLinears(), (X_BD,), load("h100"))
+    space = space_of(TwoLinears(), (X_BD,), load("cpu"))
     limit = int(0.7 * make_plan(space, {})[0].peak_bytes)
     plan, choices = make_plan(space, {}, Settings(Memory(limit)))
     memory, number = context_of(plan).memory_model, space.index[plan.explain("up", False).decision]

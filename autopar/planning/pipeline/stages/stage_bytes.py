@@ -105,12 +105,12 @@ def stage_bytes_of(memory: MemoryModel, choices: Sequence[int], modes: Mapping[s
     if not runs.several or runs.stashes:
         return StageBytes(peak, peak, peak)
     moments = PlanMoments(memory, choices, modes)
-    each = int(moments.of(Role.SAVED, Role.RECEIVED).sum())
+    each = int(moments.of(Role.SAVED, Role.OFFLOADED, Role.RECEIVED).sum())
     running, working = running_bytes(use.parts, each, runs.in_flight)
     full, without_one = (
         sum(moments.standing(Phase(others, False)).values()) for others in (runs.in_flight - 1, runs.in_flight - 2)
     )
-    saved = int(moments.of(Role.SAVED).sum())
+    saved = int(moments.of(Role.SAVED, Role.OFFLOADED).sum())
     standing = full + runs.in_flight * saved
     waiting = standing - int(moments.of(Role.STORED, Role.MOVED).sum())
     without_first = saved + full - without_one
