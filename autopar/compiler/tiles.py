@@ -36,6 +36,7 @@ from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.planner import Statements, is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
+from autopar.planning.simulated import simulated_seconds
 from autopar.solver.deadline import after, is_over, seconds_until
 
 WORTHWHILE = 0.01
@@ -70,10 +71,11 @@ def plan_as_memory_asks(
 
 
 class _Planned(NamedTuple):
-    """A plan, and the warnings issued while it was made."""
+    """A plan, the warnings issued while it was made, and the seconds of its simulated step."""
 
     plan: Plan
     warned: list[warnings.WarningMessage]
+    seconds: float
 
 
 class _Turns:
@@ -122,9 +124,10 @@ class _Turns:
             if error.seconds >= self.seconds:  # else the model is yet to be planned, or another is the faster
                 self._at_least = min(self._at_least, error.seconds)
             return error.seconds
-        if self.best is None or seconds_of_microbatch(plan) < cutoff:
+        seconds, is_again = simulated_seconds(plan), cutoff > self.seconds  # as it is, a model is also taken if as fast
+        if self.best is None or (seconds <= self.best.seconds if is_again else seconds < self.best.seconds):
             context = replace(context_of(plan), settings=self._request.settings)
-            self.best = _Planned(replace(plan, context=context), warned)
+            self.best = _Planned(replace(plan, context=context), warned, seconds)
         return None
 
     def take_again(self, space: Space, at_least: float) -> None:

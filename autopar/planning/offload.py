@@ -29,6 +29,7 @@ from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.planning.planner import is_bounded, seconds_of_microbatch
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import context_of
+from autopar.planning.simulated import simulated_seconds
 from autopar.solver.deadline import after, seconds_until
 
 ON_HOST = {
@@ -67,7 +68,7 @@ class Plans(Generic[P]):
     pieces: Callable[[P], tuple[Plan, ...]]
     """The plans that it is made of: itself, or one for each stage."""
     seconds: Callable[[P], float]
-    """Seconds of a plan that a search minimizes."""
+    """Seconds of a plan's simulated step, by which plans are compared."""
     cutoff: Callable[[P], float]
     """Seconds of a plan that further searches have to beat; infinite if they take no cut-off."""
     stored: Callable[[], int]
@@ -84,7 +85,7 @@ def of_whole(best: Callable[[PlanRequest], Plan], stored: Callable[[], int]) -> 
         settings = replace(made.settings, cutoff=specified.cutoff, search=specified.search)
         return replace(plan, context=replace(made, settings=settings), notes=notes)
 
-    return Plans(best, lambda plan: (plan,), seconds_of_microbatch, seconds_of_microbatch, stored, noted)
+    return Plans(best, lambda plan: (plan,), simulated_seconds, seconds_of_microbatch, stored, noted)
 
 
 class _HostMemoryError(InfeasibleError):

@@ -133,8 +133,10 @@ def test_searches_that_end_early_leave_the_plan_that_whole_ones_find(
 
 def _weigh_tiles(monkeypatch: pytest.MonkeyPatch, weight: float) -> None:
     """Count plans in tiles as slower by a factor."""
-    seconds = tiles.seconds_of_microbatch
-    monkeypatch.setattr(tiles, "seconds_of_microbatch", lambda p: seconds(p) * (weight if NAME in p.choices else 1))
+    for name in ("seconds_of_microbatch", "simulated_seconds"):
+        seconds = getattr(tiles, name)
+        weighed = lambda p, of=seconds: of(p) * (weight if NAME in p.choices else 1)  # noqa: E731
+        monkeypatch.setattr(tiles, name, weighed)
 
 
 def _plan_or_refusal(**options: Any) -> str:
@@ -158,6 +160,23 @@ def test_where_tiles_are_the_slower_the_model_as_it_is_is_planned_to_the_end(mon
         assert NAME not in planned(memory=limit).choices
     assert ended[:3] == [MEMORY_COSTS_TIME, FOUND, FOUND]
     assert set(ended[3:]) == {FOUND}, "the same, with parameters stored whole"
+
+
+@pytest.mark.parametrize(("weight", "in_tiles"), [(0.1, True), (10.0, False)])
+def test_the_plan_of_the_shorter_simulated_step_is_kept(
+    weight: float, in_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums may be of other costs: here that of tiles is less in any case."""
+    made, given = plan_cache.plan_as_memory_asks, list[Any]()
+    monkeypatch.setattr(plan_cache, "plan_as_memory_asks", lambda *args: given.append(args) or made(*args))
+    planned(memory=int(0.99 * planned().peak_bytes), recompute="none")
+    request, space, spaces, storage = given[-1]
+    seconds = tiles.simulated_seconds
+    monkeypatch.setattr(tiles, "simulated_seconds", lambda p: seconds(p) * (weight if NAME in p.choices else 1))
+    turns = tiles._Turns(request, storage)
+    turns.take(space)
+    turns.take_in_tiles(spaces, request.tiles._replace(loss=tiles.Fitting(2)))
+    assert turns.best is not None and (NAME in turns.best.plan.choices) == in_tiles
 
 
 def test_a_plan_that_pays_nothing_for_memory_is_the_only_one_that_is_made() -> None:

@@ -226,7 +226,7 @@ def test_a_limit_of_both_memories_is_visited_by_computing_again() -> None:
     assert 0 < 2 * found.host_bytes <= host and found.peak_bytes <= limit and found.seconds > free.seconds
     assert {"selective", "full"} & set(found.recompute.values()) and found.verify().ok
     assert _planned(**specified, host_memory=1).offload == "none"
-    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .* host_limit=…. is"):
+    with pytest.raises(InfeasibleError, match=r"(?s)the memory limit is .*With more on the host: .*host_limit=…. is"):
         _planned(**specified, recompute="none", host_memory=host)
 
 
