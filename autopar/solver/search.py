@@ -316,12 +316,12 @@ class _Search:
             if rows is None:
                 return None
             below = min(reached + margin, self.seconds)
-            exceeds, extend = self._exceeds(left[0].extend), left[0].extend
-            fits = lambda choices, extend=extend: self.note(extend(choices))  # noqa: E731
+            extend = left[0].extend
+            exceeds, fits = self._exceeds(extend), lambda choices, extend=extend: self.note(extend(choices))
             rest = BestBelow(rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds)
             found = rest.search(exceeds, fits)
             if found.choices is not None:
-                self.note(left[0].extend(found.choices))
+                fits(found.choices)
             if not self._restate() or self.is_done():
                 return found
             prices = self._of_all_rows(found.prices)

@@ -41,9 +41,8 @@ def explain(plan: Plan, name: str, alternatives: bool = True) -> Explanation[Pla
     `alternatives` adds what every other role on every axis would take. Raises InputError for a name that means none.
     """
     context = context_of(plan, "explain")
-    context = (
-        context if context.space.limited else context.widened()
-    )  # the whole is too large, or names what pins exclude
+    if not context.space.limited:  # else the whole is too large
+        context = context.widened()  # it names what pins exclude
     plan, space = replace(plan, context=context), context.space
     number = decision_named(space, name)
     decision, row = space.decisions[number], plan.rows[number]
