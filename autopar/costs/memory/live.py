@@ -12,7 +12,6 @@ several views of one tensor are used after it, each counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -30,9 +29,7 @@ class Live(OfTensors):
 
     def __init__(self, tensors: TensorBytes) -> None:
         super().__init__(tensors)
-        self._outgoing: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
-        for edge in self.space.edges:
-            self._outgoing[edge.source, edge.source_output].append(edge)
+        self._outgoing = self.lifetimes.outgoing
         self._owned: dict[tuple[int, int], bool] = {}
 
     def made(self, number: int) -> Iterator[Part]:
@@ -43,14 +40,13 @@ class Live(OfTensors):
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return
-        call, place = decision.candidates.call, self.lifetimes.position[number]
-        assert call is not None, "a call has one candidate"
+        call, place = decision.call, self.lifetimes.position[number]
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
                 used = bool(self._outgoing[number, output])
                 end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = [strategy.outputs[output] for strategy in decision.candidates.strategies]
-                yield from _alive(self.tensors.local(info.shape, layouts, info.dtype.itemsize), place, end, number)
+                yield from _alive(self.tensors.of(info, layouts), place, end, number)
         if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
             yield from _alive(self._workspace(decision), place, place + 1, number)
 
@@ -60,9 +56,8 @@ class Live(OfTensors):
 
         ATen calls of losses make the logarithms of the probabilities, as large as the logits; others need nothing.
         """
-        call = decision.candidates.call
-        assert call is not None, "a call has one candidate"
-        stated, logits = self.tensors.stated("inference_bytes", decision), call.inputs[0]
+        call, stated = decision.call, self.tensors.stated("inference_bytes", decision)
+        logits = call.inputs[0]
         size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
         layouts = [strategy.inputs[0] for strategy in decision.candidates.strategies]
         return stated_or(stated, self.tensors.local(logits.shape, layouts, size))
@@ -102,11 +97,8 @@ class Live(OfTensors):
             return self._last_use(edge.target, 0)
         if target.kind != "call" or edge.target_input != 0:
             return 0
-        assert target.candidates.call is not None, "a call has one candidate"
-        outputs = range(len(target.candidates.call.outputs))
-        return max(
-            (self._last_use(edge.target, each) for each in outputs if self._passes(edge.target, each)), default=0
-        )
+        passed_on = (output for output in range(len(target.call.outputs)) if self._passes(edge.target, output))
+        return max((self._last_use(edge.target, output) for output in passed_on), default=0)
 
     def _passes(self, number: int, output: int) -> bool:
         """Return whether an output of a decision shares memory with its first input."""

@@ -43,7 +43,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.memory.tensor_bytes import SLICED, Bytes, Modes, OfTensors, TensorBytes, shared
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, OfTensors, TensorBytes, shared
 from autopar.costs.space.space import TensorEdge
 from autopar.errors import PipelineError
 from autopar.ir.program.effects import constant_calls
@@ -238,7 +238,7 @@ class Accumulation(OfTensors):
     @shared
     def _constant(self, edge: TensorEdge, is_first: bool) -> Bytes:
         before, after = self.tensors.bytes_at_ends(edge)
-        found = np.where(self.tensors.kinds(edge) <= SLICED, before[:, None] * is_first, after[None, :])
+        found = np.where(self.tensors.stays(edge), before[:, None] * is_first, after[None, :])
         return found * (self.microbatches.in_flight if self.microbatches.stashes else 1)
 
     @cached_property

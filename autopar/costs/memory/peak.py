@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import FORWARD, KINDS, Role, Scope, kind_in
+from autopar.costs.memory.moments import FORWARD, KINDS, Role, kind_in
 from autopar.costs.memory.resident_parts import Part, all_parts
 from autopar.costs.plans.decision_rows import Instant, MemoryUse
 from autopar.costs.space.space import ExpertRows
@@ -114,12 +114,7 @@ class PlanMoments:
         for (role, name), num_bytes in self.sums.items():
             scope, times = self.presence.scope(role, kind, phase), self.presence.times(role, phase)
             if scope is not None and times:
-                yield name, times * self._spread(scope, kind, num_bytes)
-
-    def _spread(self, scope: Scope, kind: int, num_bytes: np.ndarray) -> np.ndarray:
-        if scope is Scope.ALWAYS:
-            return np.full(max(self.count, 1), num_bytes.sum())
-        return self.presence.span(scope, kind).spread(num_bytes)
+                yield name, times * self.presence.span(scope, kind).spread(num_bytes)
 
 
 class _Sums:

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.costs.memory.lifetimes import LATE, Place
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Part, Role
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
+from autopar.costs.memory.tensor_bytes import SAME, Bytes, Modes, uneven_modes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
@@ -52,7 +52,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     buffer = Role.RECEIVED if more.is_received(number) else Role.RETURNED
     found = {buffer: more.buffer(number)}
     if (travelling := memory.tensors.travelling(number)) is not None:
-        found[Role.TRAVELLING] = memory.tensors.times(travelling, 2)
+        found[Role.TRAVELLING] = memory.tensors.applied(np.multiply, travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
             yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
@@ -120,7 +120,7 @@ def _weight_and_gradient(
     """
     (source, target), (is_cast, is_cast_next) = kinds, casts
     runs, dtype, tensors = memory.microbatches, edge.tensor.dtype, memory.tensors
-    changes = tensors.changes(edge) | tensors.reduced(edge)
+    changes = (tensors.kinds(edge) != SAME) | tensors.reduced(edge)
     before, after = _at_ends(memory, edge)
     again, each_time = memory.accumulation.each_time(edge), memory.accumulation.reduced_each_time(edge)
     whole, parts = (memory.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
@@ -230,19 +230,13 @@ def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = F
     There is one array per mode of its segment, if the mode matters. If `uneven`, the bytes are those of expert rows
     above an equal share (see `tensor_bytes.uneven_modes`), else all others.
     """
-    presence, parts = memory.presence, []
-    for part in parts_of(memory, place):
-        if part.rows is None and not uneven:
-            parts.append(part)
-        elif part.rows is not None and uneven and memory.live is None:
-            parts.append(replace(part, modes=uneven_modes(memory.tensors, part.rows, part.modes)))
-    moments = []
+    presence, found = memory.presence, []
+    parts = [part for part in parts_of(memory, place) if (part.rows is not None) == uneven]
     for moment, weight in row.weights:
-        at, found = presence.moment(moment), []
-        for part in parts:
+        at = presence.moment(moment)
+        for part in parts if memory.live is None or not uneven else ():
             times = presence.times(part.role, at.phase)
             if times and presence.is_resident(part, at):
-                modes = [each if times == 1 else memory.tensors.times(each, times) for each in part.modes]
-                found.append(tuple(modes))
-        moments.append((weight, found))
-    return memory.tensors.total(moments)
+                modes = part.modes if part.rows is None else uneven_modes(memory.tensors, part.rows, part.modes)
+                found.append((weight * times, modes))
+    return memory.tensors.total(found)
