@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.costs.space.space import Space, TensorEdge
@@ -59,10 +59,11 @@ def _alike(layers: dict[str, set[Hashable]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of a decision: its layer (None: in no stack), and a name that is equal in every layer."""
+    """Position of a decision: its layer of a stack, and a name that is equal in every layer; no layer in no stack."""
 
-    layer: int | None
     name: Hashable
+    layer: int | None = None
+    stack: str = ""
 
 
 class Repetition:
@@ -110,7 +111,7 @@ class Repetition:
         ends = (edge.source_output, edge.target_input)
         if target.layer is None:
             return source.layer, (source.name, edge.target, ends), False
-        if source.layer is None or _stack(source) != _stack(target):
+        if source.layer is None or source.stack != target.stack:
             return target.layer, (edge.source, target.name, ends), False
         return target.layer, (source.name, target.name, ends), source.layer != target.layer
 
@@ -125,12 +126,12 @@ class Repetition:
             module = parameters.get(decision.node.name) or module_of(decision.node)
             place = next(((stack.prefix, at) for stack in stacks if (at := stack.place(module))), None)
             if place is None:
-                self._places[number] = _Place(None, number)
+                self._places[number] = _Place(number)
                 continue
             prefix, (layer, inside) = place
             kind = (prefix, inside, decision.candidates.call.name if decision.candidates.call else decision.kind)
             counts[kind, layer] += 1
-            self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
+            self._places[number] = _Place((kind, counts[kind, layer]), layer, prefix)
         for number in reversed(shared_reshards):  # a shared reshard's consumers first, which may be shared reshards
             self._places[number] = self._of_shared_reshard(number)
 
@@ -139,26 +140,21 @@ class Repetition:
         edges = self._targets[number]
         places = [self._places[edge.target] for edge in edges]
         inside = all(place.layer is not None for place in places)
-        if inside and len({(_stack(place), place.layer) for place in places}) == 1:
+        if inside and len({(place.stack, place.layer) for place in places}) == 1:
             consumers = tuple((place.name, edge.target_input) for place, edge in zip(places, edges, strict=True))
-            return _Place(places[0].layer, (_stack(places[0]), "shared_reshard", consumers))
+            return replace(places[0], name=("shared_reshard", consumers))
         origin = self._origin(number)
         if origin.layer is None:
-            return _Place(None, number)
+            return _Place(number)
         decision = self._space.decisions[number]
         suffix = decision.name.removeprefix(decision.node.name)
-        return _Place(origin.layer, (_stack(origin), "shared_reshard", origin.name, suffix))
+        return replace(origin, name=("shared_reshard", origin.name, suffix))
 
     def _origin(self, number: int) -> _Place:
         edge = self._space.inbound[number, 0]
         while self._space.decisions[edge.source].kind == "shared_reshard":
             edge = self._space.inbound[edge.source, 0]
         return self._places[edge.source]
-
-
-def _stack(place: _Place) -> Hashable:
-    assert isinstance(place.name, tuple)
-    return place.name[0]
 
 
 _ONCE = Polynomial.of(1)
