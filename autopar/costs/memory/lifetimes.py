@@ -26,7 +26,7 @@ from autopar.ir.program.recompute_segments import (
     recomputation,
     segments_of,
 )
-from autopar.ir.program.saved_tensors import LOSSES, Saved, saved_in, saved_otherwise
+from autopar.ir.program.saved_tensors import Saved, saved_in, saved_otherwise
 from autopar.strategies.roles import RoledProgram
 
 LATE = 1 << 40  # the position of what no call uses
@@ -280,10 +280,6 @@ class Lifetimes:
         if edge.tensor.requires_grad:
             return False
         return next(filter(self.needs_input, self.outgoing[edge.source, edge.source_output]), edge).end != edge.end
-
-    def in_place(self, decision: Decision) -> bool:
-        """Return whether a call makes its gradient where its first input was."""
-        return self.space.conventions.loss_in_place and decision.node.target in LOSSES
 
     def saved(self, decision: Decision) -> Saved:
         """Return what autograd saves for a call."""

@@ -59,7 +59,7 @@ class Live(OfTensors):
         call, stated = decision.call, self.tensors.stated("inference_bytes", decision)
         logits = call.inputs[0]
         size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
-        layouts = [strategy.inputs[0] for strategy in decision.candidates.strategies]
+        layouts = tuple([strategy.inputs[0] for strategy in decision.candidates.strategies])
         return stated_or(stated, self.tensors.local(logits.shape, layouts, size))
 
     def moved(self, edge: TensorEdge) -> Iterator[Part]:
@@ -85,7 +85,7 @@ class Live(OfTensors):
 
     def _begun(self, edge: TensorEdge) -> int:
         """Return the position up to which an edge's tensor is counted as made or as passed on."""
-        inbound = self._edge_into(edge.source)
+        inbound = self.space.inbound.get((edge.source, 0))
         if inbound is None or not self._passes(edge.source, edge.source_output):
             return -1
         return max(self._arrival(inbound), self._last_use(inbound.source, inbound.source_output))
@@ -107,13 +107,10 @@ class Live(OfTensors):
             return decision.kind == "shared_reshard"
         return lies_in_input(decision.node) or output in self.lifetimes.saved(decision).aliases
 
-    def _edge_into(self, number: int) -> TensorEdge | None:
-        return self.space.inbound.get((number, 0))
-
     def _is_owned(self, number: int, output: int) -> bool:
         """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
         if (number, output) not in self._owned:
-            inbound = self._edge_into(number)
+            inbound = self.space.inbound.get((number, 0))
             if inbound is not None and self._passes(number, output):
                 found = self._is_owned(inbound.source, inbound.source_output)
             else:

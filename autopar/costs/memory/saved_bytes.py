@@ -23,6 +23,7 @@ from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
 from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, OfTensors, TensorBytes, shared, stated_or
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.recompute_segments import OFFLOAD
+from autopar.ir.program.saved_tensors import LOSSES
 from autopar.ir.sharding.operation import largest_split_input
 
 
@@ -65,8 +66,8 @@ class SavedBytes(OfTensors):
         def bytes_in(mode: int, outputs: frozenset[int], with_hidden: bool) -> Bytes:
             if not (with_hidden and hides):
                 return self._outputs(decision, outputs - saved.aliases, 0)
-            mode = self.second_forward.variant(decision, mode)
-            return self._own(decision, outputs - saved.aliases, saved.other_bytes, mode)
+            hidden = self._hidden(decision, saved.other_bytes, self.second_forward.variant(decision, mode))
+            return self.tensors.applied(np.add, self._outputs(decision, outputs - saved.aliases, 0), hidden)
 
         if not any(outputs or (with_hidden and hides) for outputs, with_hidden in states):
             return None
@@ -81,10 +82,6 @@ class SavedBytes(OfTensors):
     def _communicates(self, decision: Decision) -> np.ndarray:
         """Return which strategies of a call run collectives of their own in the forward."""
         return np.array([strategy.communicates for strategy in decision.candidates.strategies])
-
-    @shared
-    def _own(self, decision: Decision, outputs: frozenset[int], other_bytes: int, mode: int) -> Bytes:
-        return self._outputs(decision, outputs, 0) + self._hidden(decision, other_bytes, mode)
 
     @shared
     def _outputs(self, decision: Decision, outputs: frozenset[int], mode: int) -> Bytes:
@@ -105,7 +102,8 @@ class SavedBytes(OfTensors):
         if not call.inputs or not (other_bytes or self.tensors.states("saved_bytes", decision)):
             return self.tensors.nothing((len(strategies),))
         largest = largest_split_input(call, decision.candidates.bound)
-        local = self.tensors.local(call.inputs[largest].shape, [s.inputs[largest] for s in strategies], 1)
+        layouts = tuple([strategy.inputs[largest] for strategy in strategies])
+        local = self.tensors.local(call.inputs[largest].shape, layouts, 1)
         return stated_or(
             self.tensors.stated("saved_bytes", decision, mode),
             self.tensors.hidden(decision, other_bytes, largest, local),
@@ -144,19 +142,16 @@ class SavedBytes(OfTensors):
         nothing = self.tensors.nothing((len(source.candidates.strategies), len(target.candidates.strategies)))
         return self.tensors.modes([nothing if each is None else each for each in found])
 
+    @shared
     def _sent_once(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
         """Return the bytes that a segment saves of a tensor that it has sent itself; none if the collectives run
         `again`.
 
         `alone`: the tensor is a saved result that no other edge needs; it counts here if it is not sent.
         """
-        sent = self.tensors.sent(edge)
-        return sent if again is None and not alone else self._sent_or_made(edge, again, alone)
-
-    @shared
-    def _sent_or_made(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
-        unsent = ~self.tensors.communicated(edge) if again is None else ~self.tensors.communicated(edge) | again
-        return np.where(unsent, self.tensors.bytes_at_ends(edge)[0][:, None] if alone else 0, self.tensors.sent(edge))
+        (before, after), sent = self.tensors.bytes_at_ends(edge), self.tensors.communicated(edge)
+        arrives = sent if again is None else sent & ~again
+        return np.where(arrives, after[None, :], before[:, None] if alone else 0)
 
     @shared
     def _entering(self, edge: TensorEdge, there: bool, again: np.ndarray | None) -> Bytes:
@@ -209,7 +204,8 @@ class SavedBytes(OfTensors):
         total = self._gradients_of(decision, inputs) + self._outputs(decision, outputs, mode)
         op, bound = decision.candidates.op, decision.candidates.bound
         hidden = self._hidden(decision, other_bytes, mode)
-        if not self.lifetimes.in_place(decision):
+        # A loss may make its gradient where its logits were.
+        if not (self.space.conventions.loss_in_place and decision.node.target in LOSSES):
             hidden = stated_or(self.tensors.stated("backward_bytes", decision, mode), hidden)
         hidden = np.where(self.tensors.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
         if op is not None and bound is not None and op.backward_bytes is not None:

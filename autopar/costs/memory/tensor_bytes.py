@@ -184,14 +184,11 @@ class TensorBytes:
 
     def of(self, tensor: TensorInfo | MovedTensor, layouts: Sequence[Layout]) -> Bytes:
         """Return the bytes on one device of a tensor, per layout."""
-        return self.local(tensor.shape, layouts, tensor.dtype.itemsize)
-
-    def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
-        """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
-        return self._local(tuple(shape), tuple(layouts), size)
+        return self.local(tensor.shape, tuple(layouts), tensor.dtype.itemsize)
 
     @shared
-    def _local(self, shape: tuple[int, ...], layouts: tuple[Layout, ...], size: int) -> Bytes:
+    def local(self, shape: tuple[int, ...], layouts: tuple[Layout, ...], size: int) -> Bytes:
+        """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
         return self.array([math.prod(each.local_shape(shape, self.space.mesh.sizes)) * size for each in layouts])
 
     def local_sizes(self, strategy: Strategy, bound: BoundRule) -> dict[str, int]:
@@ -240,7 +237,7 @@ class TensorBytes:
 
     def elements(self, decision: Decision) -> Bytes:
         """Return the elements on one device of a decision's tensor, per strategy."""
-        layouts = [strategy.outputs[0] for strategy in decision.candidates.strategies]
+        layouts = tuple([strategy.outputs[0] for strategy in decision.candidates.strategies])
         return self.local(decision.node.meta["tensor"].shape, layouts, 1)
 
     def whole(self, decision: Decision) -> Bytes:
@@ -261,11 +258,6 @@ class TensorBytes:
         """Return the bytes of a tensor as it arrives; if it is not moved, those of the tensor `itself`, or none."""
         before, after = self.bytes_at_ends(edge)
         return np.where(self.stays(edge), (before if itself else np.zeros_like(before))[:, None], after[None, :])
-
-    @shared
-    def sent(self, edge: TensorEdge) -> Bytes:
-        """Return the bytes of a tensor where it has come over links; where not, it is made again."""
-        return np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0)
 
     def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
         """Return the bytes that a call saves besides inputs and outputs, by local elements of its largest input."""
