@@ -81,39 +81,31 @@ class Repetition:
         self._places: dict[int, _Place] = {}
         self._place_all(stacks)
         self._seen: dict[Hashable, set[int]] = defaultdict(set)
-        for place in self._places.values():
+        for place in (*self._places.values(), *(self._edge(edge)[0] for edge in space.edges)):
             if place.layer is not None:
                 self._seen[place.name].add(place.layer)
-        for edge in space.edges:
-            layer, name, _ = self._edge(edge)
-            if layer is not None:
-                self._seen[name].add(layer)
 
     def of_decision(self, number: int) -> Polynomial:
-        place = self._places[number]
-        return _ONCE if place.layer is None else self._count(place.name, between=False)
+        return self._count(self._places[number], between=False)
 
     def of_edge(self, edge: TensorEdge) -> Polynomial:
-        layer, name, between = self._edge(edge)
-        return _ONCE if layer is None else self._count(name, between)
+        return self._count(*self._edge(edge))
 
-    def _count(self, name: Hashable, between: bool) -> Polynomial:
-        here, length = len(self._seen[name]), self._length
-        if here == length:
-            return self._each
-        if between or here == length - 1 > 1:
-            return self._between
-        return _ONCE if here == 1 else self._each
+    def _count(self, place: _Place, between: bool) -> Polynomial:
+        here, length = len(self._seen[place.name]), self._length
+        if here <= 1 and not between:
+            return _ONCE
+        return self._between if here < length and (between or here == length - 1) else self._each
 
-    def _edge(self, edge: TensorEdge) -> tuple[int | None, Hashable, bool]:
-        """Return the layer of an edge, its name, and whether it lies between two layers of one stack."""
+    def _edge(self, edge: TensorEdge) -> tuple[_Place, bool]:
+        """Return the place of an edge, and whether it lies between two layers of one stack."""
         source, target = self._places[edge.source], self._places[edge.target]
         ends = (edge.source_output, edge.target_input)
         if target.layer is None:
-            return source.layer, (source.name, edge.target, ends), False
+            return replace(source, name=(source.name, edge.target, ends)), False
         if source.layer is None or source.stack != target.stack:
-            return target.layer, (edge.source, target.name, ends), False
-        return target.layer, (source.name, target.name, ends), source.layer != target.layer
+            return replace(target, name=(edge.source, target.name, ends)), False
+        return replace(target, name=(source.name, target.name, ends)), source.layer != target.layer
 
     def _place_all(self, stacks: Sequence[Stack]) -> None:
         parameters = self._space.program.parameter_names
@@ -143,18 +135,10 @@ class Repetition:
         if inside and len({(place.stack, place.layer) for place in places}) == 1:
             consumers = tuple((place.name, edge.target_input) for place, edge in zip(places, edges, strict=True))
             return replace(places[0], name=("shared_reshard", consumers))
-        origin = self._origin(number)
-        if origin.layer is None:
-            return _Place(number)
         decision = self._space.decisions[number]
-        suffix = decision.name.removeprefix(decision.node.name)
-        return replace(origin, name=("shared_reshard", origin.name, suffix))
-
-    def _origin(self, number: int) -> _Place:
-        edge = self._space.inbound[number, 0]
-        while self._space.decisions[edge.source].kind == "shared_reshard":
-            edge = self._space.inbound[edge.source, 0]
-        return self._places[edge.source]
+        origin, suffix = decision.node.name, decision.name.removeprefix(decision.node.name)
+        place = self._places[self._space.index[origin]]
+        return replace(place, name=("shared_reshard", place.name, suffix))
 
 
 _ONCE = Polynomial.of(1)

@@ -98,7 +98,6 @@ class _Walk:
             elif decision.kind in ("input", "parameter", "buffer"):
                 self._placeholder(decision)
         self._relate_slices()
-        self._equations.settle_groups()
         self._equations.settle()
         found = self._found()
         return found, {**self._equations.conflicts, **self._learned(found)}

@@ -13,7 +13,6 @@ write the size first.
 
 from __future__ import annotations
 
-import functools
 import keyword
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,9 +69,6 @@ class Polynomial:
 
     def __mul__(self, other: Polynomial | Number) -> Polynomial:
         other = Polynomial.of(other)
-        if len(self.terms) == len(other.terms) == 1:  # nearly all sizes are single terms
-            (left, a), (right, b) = self.terms[0], other.terms[0]
-            return Polynomial(((_product(left, right), _plain(a * b)),))
         found: dict[Monomial, Number] = {}
         for left, a in self.terms:
             for right, b in other.terms:
@@ -156,7 +152,6 @@ def _plain(value: Number) -> Number:
     return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
-@functools.lru_cache(maxsize=65536)
 def _product(left: Monomial, right: Monomial) -> Monomial:
     exponents = dict(left)
     for name, exponent in right:
