@@ -179,8 +179,7 @@ class Lifetimes:
 
     def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
         """Return the mode index of each decision's segment, given the mode of each segment."""
-        of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
-        return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
+        return np.array([MODES.index(modes.get(name, MODES[0])) for name in self.segment], dtype=np.intp)
 
     def _first_call(self, number: int) -> Decision:
         """Return the call itself, or the first one that uses the decision."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from autopar.costs.memory.moments import Part, Role
-from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared, stated_or
+from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, shared, stated_or
 from autopar.costs.plans.decision_rows import ACTIVATIONS
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.effects import lies_in_input
@@ -26,11 +26,6 @@ from autopar.ir.program.saved_tensors import LOSSES
 
 class Live(OfTensors):
     """Bytes of each decision and edge, by when they are resident."""
-
-    def __init__(self, tensors: TensorBytes) -> None:
-        super().__init__(tensors)
-        self._outgoing = self.lifetimes.outgoing
-        self._owned: dict[tuple[int, int], bool] = {}
 
     def made(self, number: int) -> Iterator[Part]:
         """Yield a call's outputs, up to the position of their last consumer, and the workspace of a loss.
@@ -43,7 +38,7 @@ class Live(OfTensors):
         call, place = decision.call, self.lifetimes.position[number]
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
-                used = bool(self._outgoing[number, output])
+                used = bool(self.lifetimes.outgoing[number, output])
                 end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = [strategy.outputs[output] for strategy in decision.candidates.strategies]
                 yield from _alive(self.tensors.of(info, layouts), place, end, number)
@@ -68,7 +63,7 @@ class Live(OfTensors):
             return
         place, source, ends = self._arrival(edge), (edge.source, edge.source_output), (edge.source, edge.target)
         owned, last = self._is_owned(*source), self._last_use(*source)
-        is_last = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
+        is_last = next(each for each in self.lifetimes.outgoing[source] if self._arrival(each) == last) is edge
         alone = owned and is_last and self._begun(edge) < place
         after, end = max(place, last if owned else place) + 1, self._end_behind(edge)
         yield from _alive(self.tensors.arriving(edge, alone), place, place + 1, *ends)
@@ -81,7 +76,7 @@ class Live(OfTensors):
 
     def _last_use(self, number: int, output: int) -> int:
         """Return the place at which the last consumer takes a tensor."""
-        return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
+        return max(map(self._arrival, self.lifetimes.outgoing[number, output]), default=self.lifetimes.position[number])
 
     def _begun(self, edge: TensorEdge) -> int:
         """Return the position up to which an edge's tensor is counted as made or as passed on."""
@@ -109,14 +104,10 @@ class Live(OfTensors):
 
     def _is_owned(self, number: int, output: int) -> bool:
         """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
-        if (number, output) not in self._owned:
-            inbound = self.space.inbound.get((number, 0))
-            if inbound is not None and self._passes(number, output):
-                found = self._is_owned(inbound.source, inbound.source_output)
-            else:
-                found = self.space.decisions[number].kind == "call"
-            self._owned[number, output] = found
-        return self._owned[number, output]
+        inbound = self.space.inbound.get((number, 0))
+        if inbound is not None and self._passes(number, output):
+            return self._is_owned(inbound.source, inbound.source_output)
+        return self.space.decisions[number].kind == "call"
 
 
 def _alive(num_bytes: Bytes, first: int, end: int, *ends: int) -> Iterator[Part]:

@@ -143,7 +143,6 @@ class Accumulation(OfTensors):
         self.microbatches, program = microbatches, self.space.program
         self._received = frozenset(program.received)
         self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
-        self._with_edge = {w.source for w in self.space.edges if self.is_weight(w)}
         several = constant_calls(program) if microbatches.several else frozenset()
         self.constants = frozenset([n for n, each in enumerate(self.space.decisions) if each.node in several])
         """Calls that give the same in every micro-batch, and shared reshards of what they give."""
@@ -259,7 +258,7 @@ class Accumulation(OfTensors):
 
     def adds_up(self, number: int) -> bool:
         """Return whether micro-batches add up a parameter's gradient where calls use it."""
-        return self.microbatches.several and number in self._with_edge
+        return self.microbatches.several and any(map(self.is_weight, self.lifetimes.outgoing[number, 0]))
 
     # Messages between stages.
 

@@ -106,12 +106,10 @@ class TensorBytes:
 
         return self._on_any_axis(edge, kinds_of)
 
-    @of_layouts
     def communicated(self, edge: TensorEdge) -> np.ndarray:
         """Return whether the tensor goes over links."""
         return self.kinds(edge) == COMMUNICATED
 
-    @of_layouts
     def stays(self, edge: TensorEdge) -> np.ndarray:
         """Return whether no memory is taken: what arrives is, or lies in, what was there."""
         return self.kinds(edge) <= SLICED
