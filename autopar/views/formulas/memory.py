@@ -8,6 +8,7 @@ Another moment may be the fullest at other sizes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,6 +121,6 @@ class _SymbolicBytes(TensorBytes):
         if not other_bytes:
             return np.zeros_like(local)
         call, shapes = decision.call, tuple(info.shape for info in decision.call.inputs)
-        make = lambda: self.array([hidden_bytes(decision.node, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
-        (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
+        make = functools.partial(hidden_bytes, decision.node, call, shapes, other_bytes, self._sizes.symbols)
+        whole, elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])
