@@ -110,12 +110,8 @@ class Microbatches:
 
     def holds_no_more(self, other: Microbatches) -> bool:
         """Return whether equal choices hold no more than with the micro-batches of `other`."""
-        (inputs, gradients), most = self._received_at_once, other._received_at_once
+        (inputs, gradients), most = (each.received(Phase(each.in_flight - 1, False)) for each in (self, other))
         return self.in_flight <= other.in_flight and inputs <= most[0] and gradients <= most[1]
-
-    @property
-    def _received_at_once(self) -> tuple[int, int]:
-        return self.received(Phase(self.in_flight - 1, False))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
