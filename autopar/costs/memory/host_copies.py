@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.costs.memory.lifetimes import Place, ends_of
 from autopar.costs.memory.saved_bytes import SavedBytes
-from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared
+from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes
 from autopar.ir.program.recompute_segments import MODES, OFFLOAD
 
 
@@ -38,20 +38,14 @@ class HostCopies(OfTensors):
         saved = self._saved.of(place)
         if saved is None or len(saved) < len(MODES) or saved[0] is saved[-1]:
             return None
-        return self._less(saved[0], saved[-1])
-
-    @shared
-    def _less(self, one: Bytes, other: Bytes) -> Bytes:
-        return one - other
+        return self.tensors.applied(np.subtract, saved[0], saved[-1])
 
     def seconds_of(self, place: Place) -> Bytes | None:
         """Return the exposed seconds of their copies."""
         num_bytes, segment = self.bytes_of(place), self.lifetimes.segment[ends_of(place)[-1]]
-        return None if num_bytes is None else self._copied(num_bytes, self.exposed[segment] / self.bytes_per_s)
-
-    @shared
-    def _copied(self, num_bytes: Bytes, seconds: float) -> np.ndarray:
-        return num_bytes * seconds
+        if num_bytes is None:
+            return None
+        return self.tensors.applied(np.multiply, num_bytes, self.exposed[segment] / self.bytes_per_s)
 
     @property
     def bytes_per_s(self) -> float:

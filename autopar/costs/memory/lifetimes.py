@@ -26,7 +26,7 @@ from autopar.ir.program.recompute_segments import (
     recomputation,
     segments_of,
 )
-from autopar.ir.program.saved_tensors import LOSSES, Saved, saved_in, saved_otherwise
+from autopar.ir.program.saved_tensors import Saved, saved_in, saved_otherwise
 from autopar.strategies.roles import RoledProgram
 
 LATE = 1 << 40  # the position of what no call uses
@@ -47,11 +47,11 @@ class Lifetimes:
         """The modes that are offered: all, or those that send nothing to the host."""
         self.calls = [n for n, decision in enumerate(space.decisions) if decision.kind == "call"]
         """The calls in the order they run."""
-        self._outgoing: dict[int, list[TensorEdge]] = defaultdict(list)
+        self.outgoing: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
+        """Decision and its output → the edges over which it goes to consumers."""
         for edge in space.edges:
-            self._outgoing[edge.source].append(edge)
+            self.outgoing[edge.source, edge.source_output].append(edge)
         self._needs: dict[tuple[int, int], bool] = {}
-        self._counts: dict[tuple[int, int, int], bool] = {}
         self._again: dict[str, dict[str, Recomputation]] = {}
         self._segment_of_node: dict[fx.Node, str] = {}
         framework = space.conventions
@@ -179,8 +179,7 @@ class Lifetimes:
 
     def modes_by_number(self, modes: Mapping[str, str]) -> np.ndarray:
         """Return the mode index of each decision's segment, given the mode of each segment."""
-        of_segment = {"": 0, **{name: MODES.index(mode) for name, mode in modes.items()}}
-        return np.array([of_segment.get(name, 0) for name in self.segment], dtype=np.intp)
+        return np.array([MODES.index(modes.get(name, MODES[0])) for name in self.segment], dtype=np.intp)
 
     def _first_call(self, number: int) -> Decision:
         """Return the call itself, or the first one that uses the decision."""
@@ -202,28 +201,20 @@ class Lifetimes:
         """Return whether an edge lies inside a segment."""
         return self.segment[edge.source] == self.segment[edge.target]
 
-    def counts_source(self, edge: TensorEdge, mode: int) -> bool:
-        """Return whether a saved result of a product counts on this edge, which alone needs it.
+    def counts_behind(self, number: int, output: int, mode: int) -> bool:
+        """Return whether a saved result of a product counts on the one edge that needs it.
 
         Where the edge moves the result, the segment saves what arrives, and the result itself is freed: of a partial
         sum its reduced part.
         """
-        key = *edge.end, mode
-        if key not in self._counts:
-            source, output = self.space.decisions[edge.source], edge.source_output
-            alone = [each.source_output for each in self._outgoing[edge.source]].count(output) == 1
-            self._counts[key] = (
-                alone
-                and self.is_inside(edge)
-                and source.node in self.recomputations(edge.source)[mode].saved
-                and output not in self.saved(source).outputs
-                and (self.needs_input(edge) or self.reruns(edge.target, mode))
-            )
-        return self._counts[key]
-
-    def counted_on_edges(self, number: int, mode: int) -> frozenset[int]:
-        """Return the saved results of a call that count on the edges that need them, in a mode."""
-        return frozenset(each.source_output for each in self._outgoing[number] if self.counts_source(each, mode))
+        decision, edges = self.space.decisions[number], self.outgoing[number, output]
+        return (
+            len(edges) == 1
+            and self.is_inside(edges[0])
+            and decision.node in self.recomputations(number)[mode].saved
+            and output not in self.saved(decision).outputs
+            and (self.needs_input(edges[0]) or self.reruns(edges[0].target, mode))
+        )
 
     def is_offloaded(self, number: int) -> bool:
         """Return whether the output of a call or shared reshard may be offloaded with the tensors a segment saves."""
@@ -247,7 +238,7 @@ class Lifetimes:
         """Return whether a call, or a consumer of a shared reshard, is recomputed in a mode."""
         decision = self.space.decisions[number]
         if decision.kind == "shared_reshard":
-            return any(self.reruns(edge.target, mode) for edge in self._outgoing[number])
+            return any(self.reruns(edge.target, mode) for edge in self.outgoing[number, 0])
         if decision.kind != "call" or not self.segment[number]:
             return False
         return decision.node in self.recomputations(number)[mode].rerun
@@ -269,8 +260,7 @@ class Lifetimes:
     def needs_output(self, number: int, output: int) -> bool:
         """Return whether some backward needs an output of a decision."""
         if (number, output) not in self._needs:
-            edges = (edge for edge in self._outgoing[number] if edge.source_output == output)
-            self._needs[number, output] = any(map(self.needs_input, edges))
+            self._needs[number, output] = any(map(self.needs_input, self.outgoing[number, output]))
         return self._needs[number, output]
 
     def is_there_anyway(self, edge: TensorEdge) -> bool:
@@ -288,27 +278,7 @@ class Lifetimes:
         """
         if edge.tensor.requires_grad:
             return False
-        alike = (each for each in self._outgoing[edge.source] if each.source_output == edge.source_output)
-        return next(filter(self.needs_input, alike), edge).end != edge.end
-
-    def needs_of(self, edge: TensorEdge) -> tuple[object, ...]:
-        """Return the needs of an edge's ends: of two edges that move alike, they are equal if as much is saved."""
-        return (
-            self.needs_input(edge),
-            self.is_there_anyway(edge),
-            self.counts_before(edge),
-            self.is_inside(edge),
-            self.offloads and self.is_offloaded(edge.source),
-            tuple(
-                [(self.reruns(edge.target, m), self.counts_source(edge, m)) for m in range(self.num_modes(edge.target))]
-            ),
-            *(self.space.decisions[end].kind for end in (edge.source, edge.target)),
-            self.space.is_weight(edge.source),
-        )
-
-    def in_place(self, decision: Decision) -> bool:
-        """Return whether a call makes its gradient where its first input was."""
-        return self.space.conventions.loss_in_place and decision.node.target in LOSSES
+        return next(filter(self.needs_input, self.outgoing[edge.source, edge.source_output]), edge).end != edge.end
 
     def saved(self, decision: Decision) -> Saved:
         """Return what autograd saves for a call."""

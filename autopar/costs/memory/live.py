@@ -12,13 +12,12 @@ several views of one tensor are used after it, each counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
 from autopar.costs.memory.moments import Part, Role
-from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, TensorBytes, shared, stated_or
+from autopar.costs.memory.tensor_bytes import Bytes, OfTensors, shared, stated_or
 from autopar.costs.plans.decision_rows import ACTIVATIONS
 from autopar.costs.space.space import Decision, TensorEdge
 from autopar.ir.program.effects import lies_in_input
@@ -28,13 +27,6 @@ from autopar.ir.program.saved_tensors import LOSSES
 class Live(OfTensors):
     """Bytes of each decision and edge, by when they are resident."""
 
-    def __init__(self, tensors: TensorBytes) -> None:
-        super().__init__(tensors)
-        self._outgoing: dict[tuple[int, int], list[TensorEdge]] = defaultdict(list)
-        for edge in self.space.edges:
-            self._outgoing[edge.source, edge.source_output].append(edge)
-        self._owned: dict[tuple[int, int], bool] = {}
-
     def made(self, number: int) -> Iterator[Part]:
         """Yield a call's outputs, up to the position of their last consumer, and the workspace of a loss.
 
@@ -43,14 +35,13 @@ class Live(OfTensors):
         decision = self.space.decisions[number]
         if decision.kind != "call":
             return
-        call, place = decision.candidates.call, self.lifetimes.position[number]
-        assert call is not None, "a call has one candidate"
+        call, place = decision.call, self.lifetimes.position[number]
         for output, info in enumerate(call.outputs):
             if not self._passes(number, output):
-                used = bool(self._outgoing[number, output])
+                used = bool(self.lifetimes.outgoing[number, output])
                 end = self._last_use(number, output) + self.space.is_weight(number) if used else place + 1
                 layouts = [strategy.outputs[output] for strategy in decision.candidates.strategies]
-                yield from _alive(self.tensors.local(info.shape, layouts, info.dtype.itemsize), place, end, number)
+                yield from _alive(self.tensors.of(info, layouts), place, end, number)
         if call.target in LOSSES or self.tensors.states("inference_bytes", decision):
             yield from _alive(self._workspace(decision), place, place + 1, number)
 
@@ -60,11 +51,10 @@ class Live(OfTensors):
 
         ATen calls of losses make the logarithms of the probabilities, as large as the logits; others need nothing.
         """
-        call = decision.candidates.call
-        assert call is not None, "a call has one candidate"
-        stated, logits = self.tensors.stated("inference_bytes", decision), call.inputs[0]
+        call, stated = decision.call, self.tensors.stated("inference_bytes", decision)
+        logits = call.inputs[0]
         size = max(torch.float32.itemsize, logits.dtype.itemsize) if call.target in LOSSES else 0
-        layouts = [strategy.inputs[0] for strategy in decision.candidates.strategies]
+        layouts = tuple([strategy.inputs[0] for strategy in decision.candidates.strategies])
         return stated_or(stated, self.tensors.local(logits.shape, layouts, size))
 
     def moved(self, edge: TensorEdge) -> Iterator[Part]:
@@ -73,7 +63,7 @@ class Live(OfTensors):
             return
         place, source, ends = self._arrival(edge), (edge.source, edge.source_output), (edge.source, edge.target)
         owned, last = self._is_owned(*source), self._last_use(*source)
-        is_last = next(each for each in self._outgoing[source] if self._arrival(each) == last) is edge
+        is_last = next(each for each in self.lifetimes.outgoing[source] if self._arrival(each) == last) is edge
         alone = owned and is_last and self._begun(edge) < place
         after, end = max(place, last if owned else place) + 1, self._end_behind(edge)
         yield from _alive(self.tensors.arriving(edge, alone), place, place + 1, *ends)
@@ -86,11 +76,11 @@ class Live(OfTensors):
 
     def _last_use(self, number: int, output: int) -> int:
         """Return the place at which the last consumer takes a tensor."""
-        return max(map(self._arrival, self._outgoing[number, output]), default=self.lifetimes.position[number])
+        return max(map(self._arrival, self.lifetimes.outgoing[number, output]), default=self.lifetimes.position[number])
 
     def _begun(self, edge: TensorEdge) -> int:
         """Return the position up to which an edge's tensor is counted as made or as passed on."""
-        inbound = self._edge_into(edge.source)
+        inbound = self.space.inbound.get((edge.source, 0))
         if inbound is None or not self._passes(edge.source, edge.source_output):
             return -1
         return max(self._arrival(inbound), self._last_use(inbound.source, inbound.source_output))
@@ -102,11 +92,8 @@ class Live(OfTensors):
             return self._last_use(edge.target, 0)
         if target.kind != "call" or edge.target_input != 0:
             return 0
-        assert target.candidates.call is not None, "a call has one candidate"
-        outputs = range(len(target.candidates.call.outputs))
-        return max(
-            (self._last_use(edge.target, each) for each in outputs if self._passes(edge.target, each)), default=0
-        )
+        passed_on = (output for output in range(len(target.call.outputs)) if self._passes(edge.target, output))
+        return max((self._last_use(edge.target, output) for output in passed_on), default=0)
 
     def _passes(self, number: int, output: int) -> bool:
         """Return whether an output of a decision shares memory with its first input."""
@@ -115,19 +102,12 @@ class Live(OfTensors):
             return decision.kind == "shared_reshard"
         return lies_in_input(decision.node) or output in self.lifetimes.saved(decision).aliases
 
-    def _edge_into(self, number: int) -> TensorEdge | None:
-        return self.space.inbound.get((number, 0))
-
     def _is_owned(self, number: int, output: int) -> bool:
         """Return whether a tensor was made by a call, and is no view of permanently resident memory."""
-        if (number, output) not in self._owned:
-            inbound = self._edge_into(number)
-            if inbound is not None and self._passes(number, output):
-                found = self._is_owned(inbound.source, inbound.source_output)
-            else:
-                found = self.space.decisions[number].kind == "call"
-            self._owned[number, output] = found
-        return self._owned[number, output]
+        inbound = self.space.inbound.get((number, 0))
+        if inbound is not None and self._passes(number, output):
+            return self._is_owned(inbound.source, inbound.source_output)
+        return self.space.decisions[number].kind == "call"
 
 
 def _alive(num_bytes: Bytes, first: int, end: int, *ends: int) -> Iterator[Part]:

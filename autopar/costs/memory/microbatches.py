@@ -43,7 +43,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.memory.tensor_bytes import SLICED, Bytes, Modes, OfTensors, TensorBytes, shared
+from autopar.costs.memory.tensor_bytes import Bytes, Modes, OfTensors, TensorBytes, shared
 from autopar.costs.space.space import TensorEdge
 from autopar.errors import PipelineError
 from autopar.ir.program.effects import constant_calls
@@ -110,12 +110,8 @@ class Microbatches:
 
     def holds_no_more(self, other: Microbatches) -> bool:
         """Return whether equal choices hold no more than with the micro-batches of `other`."""
-        (inputs, gradients), most = self._received_at_once, other._received_at_once
+        (inputs, gradients), most = (each.received(Phase(each.in_flight - 1, False)) for each in (self, other))
         return self.in_flight <= other.in_flight and inputs <= most[0] and gradients <= most[1]
-
-    @property
-    def _received_at_once(self) -> tuple[int, int]:
-        return self.received(Phase(self.in_flight - 1, False))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -143,7 +139,6 @@ class Accumulation(OfTensors):
         self.microbatches, program = microbatches, self.space.program
         self._received = frozenset(program.received)
         self._sent = frozenset(f"output:{number}" for number in range(program.num_sent))
-        self._with_edge = {w.source for w in self.space.edges if self.is_weight(w)}
         several = constant_calls(program) if microbatches.several else frozenset()
         self.constants = frozenset([n for n, each in enumerate(self.space.decisions) if each.node in several])
         """Calls that give the same in every micro-batch, and shared reshards of what they give."""
@@ -238,7 +233,7 @@ class Accumulation(OfTensors):
     @shared
     def _constant(self, edge: TensorEdge, is_first: bool) -> Bytes:
         before, after = self.tensors.bytes_at_ends(edge)
-        found = np.where(self.tensors.kinds(edge) <= SLICED, before[:, None] * is_first, after[None, :])
+        found = np.where(self.tensors.stays(edge), before[:, None] * is_first, after[None, :])
         return found * (self.microbatches.in_flight if self.microbatches.stashes else 1)
 
     @cached_property
@@ -259,7 +254,7 @@ class Accumulation(OfTensors):
 
     def adds_up(self, number: int) -> bool:
         """Return whether micro-batches add up a parameter's gradient where calls use it."""
-        return self.microbatches.several and number in self._with_edge
+        return self.microbatches.several and any(map(self.is_weight, self.lifetimes.outgoing[number, 0]))
 
     # Messages between stages.
 

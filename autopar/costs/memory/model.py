@@ -12,6 +12,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.costs.memory.host_copies import HostCopies
 from autopar.costs.memory.lifetimes import Lifetimes, Place, ends_of
 from autopar.costs.memory.live import Live
@@ -104,7 +106,8 @@ class MemoryModel(OfTensors):
             return {}
         found = self.tensors.whole(decision)
         if decision.kind != "parameter":  # the inputs of all micro-batches are there
-            return {"buffers and inputs": self.tensors.times(found, runs.count if decision.kind == "input" else 1)}
+            count = runs.count if decision.kind == "input" else 1
+            return {"buffers and inputs": self.tensors.applied(np.multiply, found, count)}
         older = {"older weights": found} if runs.saves_older and decision.node.meta["tensor"].requires_grad else {}
         on_device = self.space.optimizer.offload is None
         return {"parameters": found, **older, **(self.tensors.optimizer_state(number) if on_device else {})}
@@ -114,7 +117,7 @@ class MemoryModel(OfTensors):
         if number not in self.stepping:
             return None
         nothing = self.tensors.nothing((len(self.space.decisions[number].candidates.strategies),))
-        return self.cached(("works on", id(nothing), self.stepping[number]), lambda: nothing + self.stepping[number])
+        return self.tensors.applied(np.add, nothing, self.stepping[number])
 
     def _stepping(self) -> dict[int, int]:
         space = self.space

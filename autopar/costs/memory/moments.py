@@ -21,7 +21,6 @@ backward a step leaves gradients of the layer that runs there, and of no other.
 from __future__ import annotations
 
 import enum
-import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -190,14 +189,6 @@ class Part:
     """
 
 
-@functools.lru_cache(maxsize=1024)
-def _moment_at(number: int, num_calls: int, microbatches: Microbatches) -> Moment:
-    number, place = divmod(number, num_calls)
-    kind, number = divmod(number, len(microbatches.phases))
-    phase = microbatches.phases[number]
-    return Moment(place, phase, kind_in(phase, kind))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """The scope of bytes as an interval for each place of use, in an order of the places of moments."""
@@ -207,10 +198,9 @@ class Span:
     first: np.ndarray
     end: np.ndarray
 
-    def covers(self, place: int) -> list[bool]:
-        """Return, by place of use, whether bytes are resident at a place; the last is of what no call uses."""
-        rank = self.rank[place]
-        return ((self.first <= rank) & (rank < self.end)).tolist()
+    def covers(self, place: int, used: int) -> bool:
+        """Return whether bytes of a place of use are resident at a place; the last is of what no call uses."""
+        return bool(self.first[used] <= self.rank[place] < self.end[used])
 
     def spread(self, num_bytes: np.ndarray) -> np.ndarray:
         """Return the bytes at each place, given those by place of use."""
@@ -242,11 +232,13 @@ class Presence:
         """Number of calls."""
         self._scopes = [self._scopes_of(is_first) for is_first in (False, True)]
         self._spans: dict[object, Span] = {}
-        self._covered: dict[object, list[bool]] = {}
+        self._phases = microbatches.phases
 
     def moment(self, number: int) -> Moment:
         """Return the moment of that number: places, over phases, over kinds."""
-        return _moment_at(number, self.count, self.microbatches)
+        number, place = divmod(number, self.count)
+        kind, number = divmod(number, len(self._phases))
+        return Moment(place, self._phases[number], kind_in(self._phases[number], kind))
 
     def _scopes_of(self, is_first: bool) -> dict[Role, Mapping[int, Scope]]:
         """Return by role the scope at each kind of moment, in a first backward or a later one."""
@@ -277,12 +269,7 @@ class Presence:
         scope = self.scope(part.role, at.kind, at.phase)
         if scope is None or at.place >= part.until:
             return False
-        if scope is Scope.ALWAYS:
-            return True
-        key = scope, at.kind, at.place
-        if key not in self._covered:
-            self._covered[key] = self.span(scope, at.kind).covers(at.place)
-        return self._covered[key][min(part.used, self.count)]
+        return self.span(scope, at.kind).covers(at.place, min(part.used, self.count))
 
     @cached_property
     def moments(self) -> np.ndarray:
@@ -310,6 +297,8 @@ class Presence:
         count, behind = self.count, kind in BEHIND
         places, used = np.arange(count), np.arange(count + 1)
         nothing, end = np.zeros(count + 1, dtype=np.intp), np.full(count + 1, count)
+        if scope is Scope.ALWAYS:
+            return Span(np.zeros(max(count, 1), dtype=np.intp), nothing, nothing + 1)
         if scope is Scope.AHEAD:
             return self._ahead(kind)
         if scope is Scope.HERE:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.costs.memory.microbatches import Phase
 from autopar.costs.memory.model import MemoryModel
-from autopar.costs.memory.moments import FORWARD, KINDS, Role, Scope, kind_in
+from autopar.costs.memory.moments import FORWARD, KINDS, Role, kind_in
 from autopar.costs.memory.resident_parts import Part, all_parts
 from autopar.costs.plans.decision_rows import Instant, MemoryUse
 from autopar.costs.space.space import ExpertRows
@@ -83,20 +83,13 @@ class PlanMoments:
 
     def by_moment(self) -> np.ndarray:
         """Return the bytes at every moment, by kind, phase and place; 0 at those that are none."""
-        phases = self.memory.microbatches.phases
-        found = np.zeros((len(KINDS), len(phases), self.count), dtype=np.int64)
-        for number, phase in enumerate(phases):
-            if phase.end:
-                found[0, number, :1] = sum(self.at(0, phase, 0).values())
-            else:
-                found[:, number] = self.totals(phase)
-        return found
+        return np.stack([self.totals(phase) for phase in self.memory.microbatches.phases], axis=1)
 
     def totals(self, phase: Phase) -> np.ndarray:
         """Return the bytes at every moment of a phase, by kind and place; 0 at those that are none."""
         found = np.zeros((len(KINDS), self.count), dtype=np.int64)
-        for kind in KINDS:
-            is_moment = self.presence.moments[kind]
+        for kind in KINDS[:1] if phase.end else KINDS:
+            is_moment = np.arange(self.count) == 0 if phase.end else self.presence.moments[kind]
             if is_moment.any():
                 found[kind] = sum(each for _, each in self._parts(kind, phase)) * is_moment
         return found
@@ -114,12 +107,7 @@ class PlanMoments:
         for (role, name), num_bytes in self.sums.items():
             scope, times = self.presence.scope(role, kind, phase), self.presence.times(role, phase)
             if scope is not None and times:
-                yield name, times * self._spread(scope, kind, num_bytes)
-
-    def _spread(self, scope: Scope, kind: int, num_bytes: np.ndarray) -> np.ndarray:
-        if scope is Scope.ALWAYS:
-            return np.full(max(self.count, 1), num_bytes.sum())
-        return self.presence.span(scope, kind).spread(num_bytes)
+                yield name, times * self.presence.span(scope, kind).spread(num_bytes)
 
 
 class _Sums:

@@ -1,7 +1,7 @@
 """Parts of a device's memory: the bytes of every decision and edge by their role, and the rows that add them up.
 
-Bytes that several micro-batches share (`_weight_and_gradient`), and those of weights and gradients between storage and
-use (`_moved_weight`), are stated here, one line for each role; `model` and `live` give what calls save and work on.
+Bytes that several micro-batches share (`_held`), and those of weights and gradients between storage and
+use (`_in_transit`), are stated here, one line for each role; `model` and `live` give what calls save and work on.
 
 The bytes of a plan at one moment are a sum over choices, so that "no more than the limit at moment t" is one memory row
 of the problem, and a necessary one.
@@ -9,7 +9,7 @@ of the problem, and a necessary one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from autopar.costs.memory.lifetimes import LATE, Place
 from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import BEHIND, MemoryRow, Part, Role
-from autopar.costs.memory.tensor_bytes import Bytes, Modes, uneven_modes
+from autopar.costs.memory.tensor_bytes import SAME, Bytes, Modes, shared, uneven_modes
 from autopar.costs.plans.decision_rows import ACTIVATIONS, KEPT_WEIGHTS
 from autopar.costs.space.space import ExpertRows, Space, TensorEdge
 from autopar.ir.program.recompute_segments import MODES
@@ -52,7 +52,7 @@ def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
     buffer = Role.RECEIVED if more.is_received(number) else Role.RETURNED
     found = {buffer: more.buffer(number)}
     if (travelling := memory.tensors.travelling(number)) is not None:
-        found[Role.TRAVELLING] = memory.tensors.times(travelling, 2)
+        found[Role.TRAVELLING] = memory.tensors.applied(np.multiply, travelling, 2)
         if rows is not None:  # all ranks have equally many tokens of their own
             yield Part(Role.TRAVELLING, Role.TRAVELLING.label, used, (travelling,), ends, rows=rows)
     if memory.live is not None:
@@ -92,7 +92,8 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
     if (constant := memory.accumulation.constant(edge)) is not None:
         yield Part(Role.MOVED, CONSTANTS, used, (constant,), ends)
     elif memory.accumulation.holds(edge) and edge.source not in memory.accumulation.constants:
-        yield from _of_roles(_held(memory, edge), used, ends)
+        kinds, casts = [space.decisions[end].kind for end in ends], map(memory.accumulation.is_cast, ends)
+        yield from _of_roles(_held(memory, edge, tuple(kinds), tuple(casts)), used, ends)
     if space.is_weight(edge.source) and used < LATE:
         yield from _of_roles(_in_transit(memory, edge), used, ends)
 
@@ -103,24 +104,23 @@ def _of_roles(found: Mapping[Role, Bytes | None], used: int, ends: tuple[int, ..
             yield Part(role, role.label, used, (array,), ends)
 
 
-def _held(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
-    """Return the bytes of a weight, or a view of one, that several micro-batches share, and of its gradient."""
-    kinds = memory.space.decisions[edge.source].kind, memory.space.decisions[edge.target].kind
-    casts = memory.accumulation.is_cast(edge.source), memory.accumulation.is_cast(edge.target)
-    key = "held", memory.space.kind(edge), kinds, casts
-    return memory.cached(key, lambda: _not_zero(_weight_and_gradient(memory, edge, kinds, casts)))
+def _by_role(make: Callable[..., Iterator[tuple[Role, Bytes]]]) -> Callable[..., Mapping[Role, Bytes]]:
+    """Let a function of a model and an edge be `shared`, and return what it yields that is not zero."""
+    return shared(lambda *query: {role: array for role, array in make(*query) if array.any()})
 
 
-def _weight_and_gradient(
+@_by_role
+def _held(
     memory: MemoryModel, edge: TensorEdge, kinds: tuple[str, str], casts: tuple[bool, bool]
 ) -> Iterator[tuple[Role, Bytes]]:
-    """Yield the bytes that stay, given the kinds of the decisions at both ends, and which of them cast a weight.
+    """Yield the bytes of a weight, or a view of one, that several micro-batches share, and of its gradient.
 
-    The gradient of a view is counted where the view is taken, that of a cast where it is cast.
+    They follow from the kinds of the decisions at both ends, and from which of them cast a weight. The gradient of a
+    view is counted where the view is taken, that of a cast where it is cast.
     """
     (source, target), (is_cast, is_cast_next) = kinds, casts
     runs, dtype, tensors = memory.microbatches, edge.tensor.dtype, memory.tensors
-    changes = tensors.changes(edge) | tensors.reduced(edge)
+    changes = (tensors.kinds(edge) != SAME) | tensors.reduced(edge)
     before, after = _at_ends(memory, edge)
     again, each_time = memory.accumulation.each_time(edge), memory.accumulation.reduced_each_time(edge)
     whole, parts = (memory.space.program.accumulates(dtype, is_reduced) for is_reduced in (False, True))
@@ -145,16 +145,13 @@ def _weight_and_gradient(
         yield Role.FRESH, np.where(each_time, 0, after)
 
 
-def _in_transit(memory: MemoryModel, edge: TensorEdge) -> Mapping[Role, Bytes]:
-    """Return the bytes of a weight and of its gradient on their way between storage and use, by role.
+@_by_role
+def _in_transit(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role, Bytes]]:
+    """Yield the bytes of a weight and of its gradient on their way between storage and use, by role.
 
     Weights on their way are counted whole, though of several gathers only the first is issued ahead. Weights that are
     gathered alone are freed one by one, yet all count while their layer runs.
     """
-    return memory.cached(("in transit", memory.space.kind(edge)), lambda: _not_zero(_moved_weight(memory, edge)))
-
-
-def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role, Bytes]]:
     (before, after), tensor, more = _at_ends(memory, edge), edge.tensor, memory.accumulation
     moves, again, is_shared = memory.tensors.communicated(edge), more.each_time(edge), more.holds(edge)
     gathered = moves & again if is_shared else moves
@@ -185,10 +182,6 @@ def _moved_weight(memory: MemoryModel, edge: TensorEdge) -> Iterator[tuple[Role,
 def _at_ends(memory: MemoryModel, edge: TensorEdge) -> tuple[Bytes, Bytes]:
     before, after = memory.tensors.bytes_at_ends(edge)
     return before[:, None], after[None, :]
-
-
-def _not_zero(found: Iterable[tuple[Role, Bytes]]) -> dict[Role, Bytes]:
-    return {role: array for role, array in found if array.any()}
 
 
 def _saved(
@@ -230,19 +223,13 @@ def bytes_in(memory: MemoryModel, place: Place, row: MemoryRow, uneven: bool = F
     There is one array per mode of its segment, if the mode matters. If `uneven`, the bytes are those of expert rows
     above an equal share (see `tensor_bytes.uneven_modes`), else all others.
     """
-    presence, parts = memory.presence, []
-    for part in parts_of(memory, place):
-        if part.rows is None and not uneven:
-            parts.append(part)
-        elif part.rows is not None and uneven and memory.live is None:
-            parts.append(replace(part, modes=uneven_modes(memory.tensors, part.rows, part.modes)))
-    moments = []
+    presence, found = memory.presence, []
+    parts = [part for part in parts_of(memory, place) if (part.rows is not None) == uneven]
     for moment, weight in row.weights:
-        at, found = presence.moment(moment), []
-        for part in parts:
+        at = presence.moment(moment)
+        for part in parts if memory.live is None or not uneven else ():
             times = presence.times(part.role, at.phase)
             if times and presence.is_resident(part, at):
-                modes = [each if times == 1 else memory.tensors.times(each, times) for each in part.modes]
-                found.append(tuple(modes))
-        moments.append((weight, found))
-    return memory.tensors.total(moments)
+                modes = part.modes if part.rows is None else uneven_modes(memory.tensors, part.rows, part.modes)
+                found.append((weight * times, modes))
+    return memory.tensors.total(found)

@@ -22,7 +22,8 @@ from autopar.costs.memory.microbatches import Accumulation, Microbatches
 from autopar.costs.memory.second_forward import FULL_MODE, SecondForward
 from autopar.costs.memory.tensor_bytes import UNSTATED, Bytes, Modes, OfTensors, TensorBytes, shared, stated_or
 from autopar.costs.space.space import Decision, TensorEdge
-from autopar.ir.program.recompute_segments import MODES, OFFLOAD
+from autopar.ir.program.recompute_segments import OFFLOAD
+from autopar.ir.program.saved_tensors import LOSSES
 from autopar.ir.sharding.operation import largest_split_input
 
 
@@ -46,7 +47,7 @@ class SavedBytes(OfTensors):
         if decision.kind != "call":
             return None
         saved, again = self.lifetimes.saved(decision), self.lifetimes.recomputations(number)
-        outputs, gone = frozenset(range(len(_call(decision).outputs))), (frozenset[int](), False)
+        outputs, gone = frozenset(range(len(decision.call.outputs))), (frozenset[int](), False)
         if with_rerun:
             alone = {output for output in outputs if not self.lifetimes.needs_output(number, output)}
             outputs, gone = saved.outputs | alone, (saved.outputs, True)
@@ -56,7 +57,8 @@ class SavedBytes(OfTensors):
             if decision.node in each.rerun or (mode == OFFLOAD and self.lifetimes.is_offloaded(number)):
                 states.append(gone)
             elif decision.node in each.saved:
-                states.append((outputs - self.lifetimes.counted_on_edges(number, position), True))
+                behind = {output for output in outputs if self.lifetimes.counts_behind(number, output, position)}
+                states.append((outputs - behind, True))
             else:
                 states.append((saved.outputs, True))
         hides = bool(saved.other_bytes or self.tensors.states("saved_bytes", decision))
@@ -64,39 +66,30 @@ class SavedBytes(OfTensors):
         def bytes_in(mode: int, outputs: frozenset[int], with_hidden: bool) -> Bytes:
             if not (with_hidden and hides):
                 return self._outputs(decision, outputs - saved.aliases, 0)
-            mode = self.second_forward.variant(decision, mode)
-            return self._own(decision, outputs - saved.aliases, saved.other_bytes, mode)
+            hidden = self._hidden(decision, saved.other_bytes, self.second_forward.variant(decision, mode))
+            return self.tensors.applied(np.add, self._outputs(decision, outputs - saved.aliases, 0), hidden)
 
         if not any(outputs or (with_hidden and hides) for outputs, with_hidden in states):
             return None
-        arrays = tuple(bytes_in(mode, *state) for mode, state in enumerate(states))
-        talking = self.second_forward.communicates(decision)
-        if talking.any():  # a call that communicates by itself runs again in the mode full alone: else its results stay
-            given = bytes_in(0, outputs, True)
-            held = [given if decision.node in e.rerun else array for e, array in zip(again, arrays, strict=True)]
-            held[FULL_MODE : FULL_MODE + 1] = arrays[FULL_MODE : FULL_MODE + 1]
-            if len(again) == len(MODES):  # its saved tensors are offloaded like all others
-                held[-1] = arrays[-1]
-            arrays = tuple(self._chosen(talking, h, array) for h, array in zip(held, arrays, strict=True))
+        arrays, talking = [bytes_in(mode, *state) for mode, state in enumerate(states)], self._communicates(decision)
+        for mode, each in enumerate(again):
+            if decision.node in each.rerun and mode != FULL_MODE and talking.any():
+                # A call that communicates by itself runs again in the mode full alone: else its results stay.
+                arrays[mode] = self.tensors.applied(np.where, talking, bytes_in(0, outputs, True), arrays[mode])
         return self.tensors.modes(arrays)
 
     @shared
-    def _chosen(self, mask: np.ndarray, one: Bytes, other: Bytes) -> Bytes:
-        return np.where(mask, one, other)
-
-    @shared
-    def _own(self, decision: Decision, outputs: frozenset[int], other_bytes: int, mode: int) -> Bytes:
-        return self._outputs(decision, outputs, 0) + self._hidden(decision, other_bytes, mode)
+    def _communicates(self, decision: Decision) -> np.ndarray:
+        """Return which strategies of a call run collectives of their own in the forward."""
+        return np.array([strategy.communicates for strategy in decision.candidates.strategies])
 
     @shared
     def _outputs(self, decision: Decision, outputs: frozenset[int], mode: int) -> Bytes:
         strategies = self.second_forward.running_in(decision, mode)
         total = self.tensors.nothing((len(strategies),))
         for position in outputs:
-            info = _call(decision).outputs[position]
-            total = total + self.tensors.local(
-                info.shape, [s.outputs[position] for s in strategies], info.dtype.itemsize
-            )
+            layouts = [strategy.outputs[position] for strategy in strategies]
+            total = total + self.tensors.of(decision.call.outputs[position], layouts)
         return total
 
     @shared
@@ -105,11 +98,12 @@ class SavedBytes(OfTensors):
 
         Autograd saves `other_bytes` for the whole call; implementations may state others.
         """
-        call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
+        call, strategies = decision.call, self.second_forward.running_in(decision, mode)
         if not call.inputs or not (other_bytes or self.tensors.states("saved_bytes", decision)):
             return self.tensors.nothing((len(strategies),))
         largest = largest_split_input(call, decision.candidates.bound)
-        local = self.tensors.local(call.inputs[largest].shape, [s.inputs[largest] for s in strategies], 1)
+        layouts = tuple([strategy.inputs[largest] for strategy in strategies])
+        local = self.tensors.local(call.inputs[largest].shape, layouts, 1)
         return stated_or(
             self.tensors.stated("saved_bytes", decision, mode),
             self.tensors.hidden(decision, other_bytes, largest, local),
@@ -119,10 +113,9 @@ class SavedBytes(OfTensors):
         """Return the bytes of a tensor on account of an edge, by mode and strategies at its ends; None: no bytes."""
         if self.accumulation.holds(edge):
             return None
-        return self.cached(("saved on", edge.end), lambda: self._edge(edge, self.lifetimes.needs_of(edge)))
+        return self.cached(("saved on", edge.end), lambda: self._edge(edge))
 
-    @shared
-    def _edge(self, edge: TensorEdge, needs: tuple[object, ...]) -> Modes | None:
+    def _edge(self, edge: TensorEdge) -> Modes | None:
         source, target = self.space.decisions[edge.source], self.space.decisions[edge.target]
         if target.kind == "output":
             return None
@@ -139,7 +132,8 @@ class SavedBytes(OfTensors):
             elif not needed and not self.lifetimes.reruns(edge.target, mode):
                 found.append(None)
             elif inside:
-                found.append(self._sent_once(edge, again, self.lifetimes.counts_source(edge, mode)))
+                alone = self.lifetimes.counts_behind(edge.source, edge.source_output, mode)
+                found.append(self._sent_once(edge, again, alone))
             else:
                 is_counted = self.lifetimes.counts_before(edge) or (source.kind in ("input", "buffer") and there)
                 found.append(self._entering(edge, is_counted, again))
@@ -148,19 +142,16 @@ class SavedBytes(OfTensors):
         nothing = self.tensors.nothing((len(source.candidates.strategies), len(target.candidates.strategies)))
         return self.tensors.modes([nothing if each is None else each for each in found])
 
+    @shared
     def _sent_once(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
         """Return the bytes that a segment saves of a tensor that it has sent itself; none if the collectives run
         `again`.
 
         `alone`: the tensor is a saved result that no other edge needs; it counts here if it is not sent.
         """
-        sent = self.tensors.sent(edge)
-        return sent if again is None and not alone else self._sent_or_made(edge, again, alone)
-
-    @shared
-    def _sent_or_made(self, edge: TensorEdge, again: np.ndarray | None, alone: bool) -> Bytes:
-        unsent = ~self.tensors.communicated(edge) if again is None else ~self.tensors.communicated(edge) | again
-        return np.where(unsent, self.tensors.bytes_at_ends(edge)[0][:, None] if alone else 0, self.tensors.sent(edge))
+        (before, after), sent = self.tensors.bytes_at_ends(edge), self.tensors.communicated(edge)
+        arrives = sent if again is None else sent & ~again
+        return np.where(arrives, after[None, :], before[:, None] if alone else 0)
 
     @shared
     def _entering(self, edge: TensorEdge, there: bool, again: np.ndarray | None) -> Bytes:
@@ -199,7 +190,7 @@ class SavedBytes(OfTensors):
         decision = self.space.decisions[number]
         if decision.kind != "call" or self.lifetimes.saved(decision).aliases:
             return None
-        tensors = frozenset(range(len(_call(decision).inputs))), frozenset(range(len(_call(decision).outputs)))
+        tensors = frozenset(range(len(decision.call.inputs))), frozenset(range(len(decision.call.outputs)))
         other_bytes = self.lifetimes.saved(decision).other_bytes
         modes = [self.second_forward.variant(decision, mode) for mode in range(self.lifetimes.num_modes(number))]
         return self.tensors.modes([self._working(decision, *tensors, other_bytes, mode) for mode in modes])
@@ -209,11 +200,12 @@ class SavedBytes(OfTensors):
         self, decision: Decision, inputs: frozenset[int], outputs: frozenset[int], other_bytes: int, mode: int
     ) -> Bytes:
         """Return the bytes of some inputs' gradients, some outputs, and what is saved besides both."""
-        call, strategies = _call(decision), self.second_forward.running_in(decision, mode)
+        call, strategies = decision.call, self.second_forward.running_in(decision, mode)
         total = self._gradients_of(decision, inputs) + self._outputs(decision, outputs, mode)
         op, bound = decision.candidates.op, decision.candidates.bound
         hidden = self._hidden(decision, other_bytes, mode)
-        if not self.lifetimes.in_place(decision):
+        # A loss may make its gradient where its logits were.
+        if not (self.space.conventions.loss_in_place and decision.node.target in LOSSES):
             hidden = stated_or(self.tensors.stated("backward_bytes", decision, mode), hidden)
         hidden = np.where(self.tensors.stated("forward_bytes", decision, mode) == UNSTATED, hidden, 0)
         if op is not None and bound is not None and op.backward_bytes is not None:
@@ -225,20 +217,16 @@ class SavedBytes(OfTensors):
     def working_forward(self, number: int) -> Bytes | None:
         """Return the bytes that a call's forward works on if it makes its gradients; None if it does not."""
         decision = self.space.decisions[number]
-        makes = decision.candidates.bound is not None and self.tensors.states("forward_bytes", decision)
-        return self._stated_alone(decision) if makes else None
-
-    @shared
-    def _stated_alone(self, decision: Decision) -> Bytes:
-        stated = self.tensors.stated("forward_bytes", decision)
-        return stated_or(stated, np.zeros_like(stated))
+        if decision.candidates.bound is None or not self.tensors.states("forward_bytes", decision):
+            return None
+        return self.tensors.applied(stated_or, self.tensors.stated("forward_bytes", decision), 0)
 
     def handed_on(self, number: int) -> Bytes | None:
         """Return the bytes of gradients that a backward leaves for calls before it: of inputs that are no weights."""
         decision, inbound = self.space.decisions[number], self.space.inbound
         if decision.kind != "call":
             return None
-        learned = [position for position, info in enumerate(_call(decision).inputs) if info.requires_grad]
+        learned = [position for position, info in enumerate(decision.call.inputs) if info.requires_grad]
         inputs = frozenset(each for each in learned if not self.space.is_weight(inbound[number, each].source))
         return self._gradients_of(decision, inputs)
 
@@ -256,23 +244,12 @@ class SavedBytes(OfTensors):
         """Return the bytes of the gradients of those of these inputs that need one."""
         strategies = decision.candidates.strategies
         total = self.tensors.nothing((len(strategies),))
-        for position, info in enumerate(_call(decision).inputs):
+        for position, info in enumerate(decision.call.inputs):
             if position in inputs and info.requires_grad:
-                total = total + self.tensors.local(
-                    info.shape, [s.inputs[position] for s in strategies], info.dtype.itemsize
-                )
+                total = total + self.tensors.of(info, [strategy.inputs[position] for strategy in strategies])
         return total
 
     def with_rerun(self, saved: Modes) -> Modes:
         """Return the bytes by mode while a segment itself runs again: what it saves, and all that it makes again."""
-        return self.tensors.modes([each if each is saved[0] else self._greater(saved[0], each) for each in saved])
-
-    @shared
-    def _greater(self, one: Bytes, other: Bytes) -> Bytes:
-        return np.maximum(one, other)
-
-
-def _call(decision: Decision):
-    call = decision.candidates.call
-    assert call is not None, f"{decision.name} is no call"
-    return call
+        greater = [each if each is saved[0] else self.tensors.applied(np.maximum, saved[0], each) for each in saved]
+        return self.tensors.modes(greater)

@@ -35,11 +35,6 @@ SELECTIVE_MODE, FULL_MODE = MODES.index(SELECTIVE), MODES.index(FULL)
 class SecondForward(OfTensors):
     """Seconds of what runs again, by decision and edge."""
 
-    @shared
-    def communicates(self, decision: Decision) -> np.ndarray:
-        """Return which strategies of a call run collectives of their own in the forward."""
-        return np.array([strategy.communicates for strategy in decision.candidates.strategies])
-
     def seconds_of(self, place: Place) -> Modes | None:
         """Return the seconds of a call's second forward, or of what runs again on account of an edge, by mode.
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.pricing.message_sizes import worth_a_message
+from autopar.costs.pricing.moves import MovedTensor
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.costs.space.strategy import Strategy, running_in
 from autopar.ir.program.operators.expert_operators import DISPATCH
@@ -69,7 +70,10 @@ def of_layouts(make: Method) -> Method:
 
     @functools.wraps(make)
     def found(self: Any, edge: TensorEdge) -> np.ndarray:
-        return self.space.of_layouts(make.__name__, edge, lambda: make(self, edge))
+        key, known = (make.__name__, self.space.kind(edge)), self.space.of_layouts
+        if key not in known:
+            known[key] = make(self, edge)
+        return known[key]
 
     return cast(Method, found)
 
@@ -102,17 +106,10 @@ class TensorBytes:
 
         return self._on_any_axis(edge, kinds_of)
 
-    @of_layouts
     def communicated(self, edge: TensorEdge) -> np.ndarray:
         """Return whether the tensor goes over links."""
         return self.kinds(edge) == COMMUNICATED
 
-    @of_layouts
-    def changes(self, edge: TensorEdge) -> np.ndarray:
-        """Return whether the tensor becomes another one, if only a slice."""
-        return self.kinds(edge) != SAME
-
-    @of_layouts
     def stays(self, edge: TensorEdge) -> np.ndarray:
         """Return whether no memory is taken: what arrives is, or lies in, what was there."""
         return self.kinds(edge) <= SLICED
@@ -180,18 +177,16 @@ class TensorBytes:
 
     def bytes_at_ends(self, edge: TensorEdge) -> tuple[Bytes, Bytes]:
         """Return the bytes on one device of an edge's tensor, per strategy of its source and of its target."""
-        shape, size = edge.tensor.shape, edge.tensor.dtype.itemsize
-        return (
-            self.local(shape, self.space.source_layouts(edge), size),
-            self.local(shape, self.space.target_layouts(edge), size),
-        )
+        ends = self.space.source_layouts(edge), self.space.target_layouts(edge)
+        return self.of(edge.tensor, ends[0]), self.of(edge.tensor, ends[1])
 
-    def local(self, shape: Sequence[int], layouts: Sequence[Layout], size: int) -> Bytes:
-        """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
-        return self._local(tuple(shape), tuple(layouts), size)
+    def of(self, tensor: TensorInfo | MovedTensor, layouts: Sequence[Layout]) -> Bytes:
+        """Return the bytes on one device of a tensor, per layout."""
+        return self.local(tensor.shape, tuple(layouts), tensor.dtype.itemsize)
 
     @shared
-    def _local(self, shape: tuple[int, ...], layouts: tuple[Layout, ...], size: int) -> Bytes:
+    def local(self, shape: tuple[int, ...], layouts: tuple[Layout, ...], size: int) -> Bytes:
+        """Return the bytes on one device of a tensor with elements of `size` bytes, per layout."""
         return self.array([math.prod(each.local_shape(shape, self.space.mesh.sizes)) * size for each in layouts])
 
     def local_sizes(self, strategy: Strategy, bound: BoundRule) -> dict[str, int]:
@@ -222,14 +217,9 @@ class TensorBytes:
         return bool((self.stated(cost, decision) != UNSTATED).any())
 
     @shared
-    def times(self, elements: Bytes, count: int) -> Bytes:
-        """Return so many times an array."""
-        return elements * count
-
-    @shared
-    def outer(self, shares: np.ndarray, num_bytes: Bytes) -> Bytes:
-        """Return so large shares of an array, rounded up; they have the first dim."""
-        return np.ceil(np.multiply.outer(shares, num_bytes)).astype(np.int64)
+    def applied(self, function: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
+        """Return what a function of numpy, or of a module, gives of shared arrays and numbers."""
+        return function(*arguments)
 
     def optimizer_state(self, number: int) -> dict[str, Bytes]:
         """Return the bytes of optimizer state of a parameter, by name."""
@@ -245,12 +235,12 @@ class TensorBytes:
 
     def elements(self, decision: Decision) -> Bytes:
         """Return the elements on one device of a decision's tensor, per strategy."""
-        layouts = [strategy.outputs[0] for strategy in decision.candidates.strategies]
+        layouts = tuple([strategy.outputs[0] for strategy in decision.candidates.strategies])
         return self.local(decision.node.meta["tensor"].shape, layouts, 1)
 
     def whole(self, decision: Decision) -> Bytes:
         """Return the bytes on one device of a decision's tensor, per strategy."""
-        return self.times(self.elements(decision), decision.node.meta["tensor"].dtype.itemsize)
+        return self.applied(np.multiply, self.elements(decision), decision.node.meta["tensor"].dtype.itemsize)
 
     @shared
     def saved(self, edge: TensorEdge, there: bool) -> Bytes:
@@ -267,16 +257,9 @@ class TensorBytes:
         before, after = self.bytes_at_ends(edge)
         return np.where(self.stays(edge), (before if itself else np.zeros_like(before))[:, None], after[None, :])
 
-    @shared
-    def sent(self, edge: TensorEdge) -> Bytes:
-        """Return the bytes of a tensor where it has come over links; where not, it is made again."""
-        return np.where(self.communicated(edge), self.bytes_at_ends(edge)[1][None, :], 0)
-
     def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
         """Return the bytes that a call saves besides inputs and outputs, by local elements of its largest input."""
-        call = decision.candidates.call
-        assert call is not None, "a call has one candidate"
-        return np.ceil(other_bytes * (local / max(call.inputs[largest].num_elements, 1))).astype(np.int64)
+        return np.ceil(other_bytes * (local / max(decision.call.inputs[largest].num_elements, 1))).astype(np.int64)
 
     def travelling(self, number: int) -> Bytes | None:
         """Return the bytes of rows that a call sends while others run; None if none run.
@@ -289,14 +272,13 @@ class TensorBytes:
 
     @shared
     def _travelling(self, decision: Decision) -> Bytes:
-        call, strategies = decision.candidates.call, decision.candidates.strategies
-        assert call is not None, "a call has one candidate"
+        call, strategies = decision.call, decision.candidates.strategies
         if call.target is DISPATCH:
             rows, layouts = call.outputs[0], [each.outputs[0] for each in strategies]
         else:
             rows, layouts = call.inputs[0], [each.inputs[0] for each in strategies]
         travels = [self.space.travels(self.space.index[decision.name], choice) for choice in range(len(strategies))]
-        return np.where(travels, self.local(rows.shape, layouts, rows.dtype.itemsize), 0)
+        return np.where(travels, self.of(rows, layouts), 0)
 
     def gradients(self, number: int) -> Bytes | None:
         """Return the bytes of a parameter's gradient, once it is reduced; None where there is none."""
@@ -309,26 +291,18 @@ class TensorBytes:
         """Return zero bytes for every choice."""
         return np.zeros(shape, dtype=np.int64)
 
-    def total(self, moments: Sequence[tuple[int, Sequence[Modes]]]) -> Modes | None:
-        """Return the total of shared arrays over several moments, mode by mode; None if no moment has arrays.
+    def total(self, parts: Sequence[tuple[int, Modes]]) -> Modes | None:
+        """Return the sum of shared arrays, each times its weight, mode by mode; None if there are no arrays."""
+        count = max((len(modes) for _, modes in parts), default=0)
+        by_mode = ([(weight, modes[mode % len(modes)]) for weight, modes in parts] for mode in range(count))
+        return tuple(map(self._total, by_mode)) or None
 
-        Each moment is (weight, arrays that add up), and counts by its weight.
-        """
-        count = max((len(modes) for _, parts in moments for modes in parts), default=0)
-        if not count:
-            return None
-        return tuple(
-            self._combined([(weight, [m[i if len(m) > 1 else 0] for m in parts]) for weight, parts in moments])
-            for i in range(count)
-        )
-
-    def _combined(self, moments: list[tuple[int, list[Bytes]]]) -> Bytes:
-        filled = [(weight, parts) for weight, parts in moments if parts]
-        if len(filled) == 1 and len(filled[0][1]) == 1 and filled[0][0] == 1:
-            return filled[0][1][0]
+    def _total(self, parts: list[tuple[int, Bytes]]) -> Bytes:
+        if len(parts) == 1 and parts[0][0] == 1:
+            return parts[0][1]
         # The cache holds every array, so that an id names one array for good.
-        key = ("total", tuple((weight, tuple(map(id, parts))) for weight, parts in filled))
-        return self.cached(key, lambda: np.sum([weight * np.sum(parts, axis=0) for weight, parts in filled], axis=0))
+        key = "total", *[(weight, id(array)) for weight, array in parts]
+        return self.cached(key, lambda: np.sum([weight * array for weight, array in parts], axis=0))
 
     @staticmethod
     def modes(arrays: Sequence[Bytes]) -> Modes:
@@ -367,9 +341,14 @@ def uneven_modes(tensors: TensorBytes, rows: ExpertRows, modes: Modes) -> Modes:
     decision.
     """
     shares = uneven_share(tensors, rows)
-    return tuple([tensors.outer(shares, each) for each in modes])
+    return tuple([tensors.applied(_shares_of, shares, each) for each in modes])
 
 
-def stated_or(stated: Bytes, otherwise: Bytes) -> Bytes:
+def _shares_of(shares: np.ndarray, num_bytes: Bytes) -> Bytes:
+    """Return so large shares of bytes, rounded up; they have the first dim."""
+    return np.ceil(np.multiply.outer(shares, num_bytes)).astype(np.int64)
+
+
+def stated_or(stated: Bytes, otherwise: Bytes | int) -> Bytes:
     """Return the bytes that implementations state, and those of `otherwise` where they state none."""
     return np.where(stated == UNSTATED, otherwise, stated)

@@ -27,6 +27,7 @@ from autopar.costs.space.call_candidates import Candidates
 from autopar.ir.program.program import Program
 from autopar.ir.sharding.layout import Layout, Splits, splits_of
 from autopar.ir.sharding.mesh import Mesh
+from autopar.ir.sharding.operation import Call
 from autopar.ir.sharding.rule import PASS_PARTIAL, factors_of
 from autopar.strategies.roles import Roles
 
@@ -42,6 +43,12 @@ class Decision:
     node: fx.Node
     roles: Mapping[str, str]
     """Role of each factor (calls) or of each dim, as "S(0)" (everything else)."""
+
+    @property
+    def call(self) -> Call:
+        """The call that a decision of kind "call" is about."""
+        assert self.candidates.call is not None, f"{self.name} is no call"
+        return self.candidates.call
 
     def role(self, strategy: int, axis: int) -> str:
         """Return what the strategy does on a mesh axis, in the words of annotations and tables."""
@@ -122,15 +129,9 @@ class Space:
     """Dispatches and combines of experts' rows → the calls that run while these travel (`calls_meanwhile`)."""
     _kinds: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False)
-    _of_layouts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    of_layouts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    """Cache of arrays that follow from the layouts at the ends of an edge, by name and kind of edge."""
     _paths: dict[tuple[int, int, int], ReshardPath] = field(default_factory=dict, init=False, repr=False)
-
-    def of_layouts(self, name: str, edge: TensorEdge, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """Return an array that follows from the layouts at the ends of an edge; `make` is called once per kind."""
-        key = name, self.kind(edge)
-        if key not in self._of_layouts:
-            self._of_layouts[key] = make()
-        return self._of_layouts[key]
 
     def add(self, decision: Decision) -> int:
         assert decision.name not in self.index, f"two decisions named {decision.name}"
@@ -228,7 +229,7 @@ class Space:
 
         edges = list(map(changed, self.edges))
         found = replace(self, overlapped=waited, edges=edges, inbound={edge.end: edge for edge in edges})
-        found._kinds, found._numbers, found._of_layouts = self._kinds, self._numbers, self._of_layouts
+        found._kinds, found._numbers, found.of_layouts = self._kinds, self._numbers, self.of_layouts
         return found
 
     def moves_alike(self, other: Space) -> bool:

@@ -29,7 +29,8 @@ def hidden_bytes(node: fx.Node, call: Call, shapes: Shapes, num_bytes: int, symb
     """Return the bytes of the whole call, which are `num_bytes` now, on inputs of these shapes."""
     largest = Size.of(math.prod(max(shapes, key=math.prod)))
     grown = ({name: value * times.get(name, 1) for name, value in symbols.items()} for times in TIMES)
-    queried = ([tuple(int(_at(size, values)) for size in shape) for shape in shapes] for values in grown)
+    texts = [[str(Polynomial.of(size)) for size in shape] for shape in shapes]
+    queried = ([tuple(int(evaluate(text, values)) for text in shape) for shape in texts] for values in grown)
     answered = ((each, found) for each in queried if (found := _saved_at(node, call, each)))
     then, after = next(answered, (shapes, ()))
     runs = [
@@ -47,10 +48,6 @@ def hidden_bytes(node: fx.Node, call: Call, shapes: Shapes, num_bytes: int, symb
             found, counted = found + math.prod(dims, start=Polynomial.of(size)), counted + math.prod(shape) * size
     # Copies of inputs that are not contiguous are saved, too.
     return Size.make(num_bytes, found + largest.polynomial * Fraction(num_bytes - counted, int(largest)))
-
-
-def _at(size: int, values: Mapping[str, int]) -> Fraction | float:
-    return evaluate(str(Polynomial.of(size)), values)
 
 
 def _saved_at(node: fx.Node, call: Call, shapes: Shapes) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -97,29 +97,22 @@ class Equations:
             self.watched[variable].append(equation)
         self._apply(equation)
 
-    def solve(self) -> None:
+    def _solve(self) -> None:
         """Pass on all that is known."""
         while self._news:
             for equation in list(self.watched.get(self.root(self._news.pop()), ())):
                 self._apply(equation)
 
-    def settle_groups(self) -> None:
-        """Fix the inner factors of each group whose factors are not determined; the outermost factor then follows."""
-        self.solve()
-        for equation in self.products:
-            for part in reversed(equation.parts[1:]):
-                self._fix(part)
-
     def settle(self) -> None:
-        """Let every size that does not follow be a number."""
-        self.solve()
-        for variable in range(len(self.parent)):
-            self._fix(variable)
-
-    def _fix(self, variable: int) -> None:
-        if self.root(variable) not in self.known:
-            self.learn(variable, Size.of(self.numbers[variable]))
-            self.solve()
+        """Let every size that does not follow be a number: inner factors of groups first, whose outermost then
+        follows.
+        """
+        self._solve()
+        inner = [part for equation in self.products for part in reversed(equation.parts[1:])]
+        for variable in (*inner, *range(len(self.parent))):
+            if self.root(variable) not in self.known:
+                self.learn(variable, Size.of(self.numbers[variable]))
+                self._solve()
 
     def _apply(self, equation: Equation) -> None:
         parts = [self.root(part) for part in equation.parts]

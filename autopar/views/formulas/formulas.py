@@ -23,11 +23,9 @@ links. The choices and the moves between layouts are those of the plan; at other
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
-
-from torch import fx
 
 from autopar.costs.hardware.collectives import Transfer, rearranging_seconds
 from autopar.costs.hardware.overlap import GATHERING, NOTHING, Message, kind_of
@@ -42,7 +40,6 @@ from autopar.costs.space.call_candidates import OwnCollectives, own_transfers
 from autopar.costs.space.computing import Work, computing_seconds
 from autopar.costs.space.space import Space, TensorEdge, without_gradient
 from autopar.costs.space.unsharded import dtypes_of, overlapped_of, seconds_alone, work_of
-from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call, OpRule, is_view
 from autopar.ir.sharding.rule import BoundRule
 from autopar.planning.settings import context_of
@@ -99,7 +96,7 @@ class _Ledger:
         self.symbolic, self.space, self.choices = symbolic, symbolic.numeric.space, symbolic.choices
         self.decisions, self.inbound = symbolic.space.decisions, symbolic.space.inbound
         """Decisions and edges in symbols; `space` has those with all strategies, and numbers for sizes."""
-        self.sizes, self.repetition, self.axes = sizes, repetition, cast(Mesh, sizes.axes)
+        self.sizes, self.repetition, self.axes = sizes, repetition, sizes.axes
         self.second, self.modes = symbolic.numeric.second_forward, modes
         self.sums: dict[str, list[Polynomial]] = {"seconds": [], "flops": []}
         self.traffic: dict[tuple[str, str], list[Polynomial]] = defaultdict(list)
@@ -169,8 +166,7 @@ class _Ledger:
 
     def _call(self, number: int, times: int, unused: bool) -> None:
         candidates, hardware, of_plan = self.decisions[number].candidates, self.space.hardware, (number, self.choices)
-        call, op, bound = candidates.call, candidates.op, candidates.bound
-        assert call is not None and op is not None and bound is not None
+        call, op, bound = self._ruled(number)
         strategy = self.second.running(*of_plan, self.modes)
         for info, layout in zip((*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True):
             self.sizes.local(info.shape, layout)  # notes sizes that must be whole
@@ -194,7 +190,8 @@ class _Ledger:
         own = own_transfers(strategy, call, bound.sizes, self.axes)
         seconds, computing = cast("list[float]", list(map(self._seconds_of, own))), cast(float, passes * forward)
         others = self.space.meanwhile.get(self.decisions[number].node)
-        meanwhile = NOTHING if others is None else work_of(self._calls(others), hardware)
+        ruled = (self._ruled(self.space.index[node.name]) for node in others or ())
+        meanwhile = NOTHING if others is None else work_of(ruled, hardware)
         waits = OwnCollectives(call, bound, self.axes, hardware, meanwhile).exposed(strategy, seconds, computing)
         again = bool(self.second.collectives_of(*of_plan, self.modes))
         for transfer, wait in zip(own, waits, strict=True):
@@ -203,11 +200,10 @@ class _Ledger:
             if not (unused and transfer.backward):
                 self._count(transfer, runs)
 
-    def _calls(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[Call, OpRule, BoundRule]]:
-        for node in nodes:
-            found = self.decisions[self.space.index[node.name]].candidates
-            assert found.call is not None and found.op is not None and found.bound is not None
-            yield found.call, found.op, found.bound
+    def _ruled(self, number: int) -> tuple[Call, OpRule, BoundRule]:
+        found = self.decisions[number].candidates
+        assert found.call is not None and found.op is not None and found.bound is not None
+        return found.call, found.op, found.bound
 
     def _same_edge(self, edge: TensorEdge) -> Hashable:
         """Return a key, equal for edges with equal terms."""

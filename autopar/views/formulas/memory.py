@@ -8,11 +8,11 @@ Another moment may be the fullest at other sizes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import cast
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from autopar.costs.space.strategy import Strategy
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.program.recompute_segments import OFFLOAD
 from autopar.ir.sharding.layout import Layout
-from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.rule import BoundRule
 from autopar.views.formulas.autograd_bytes import hidden_bytes
 from autopar.views.formulas.repetition import Repetition
@@ -103,7 +102,7 @@ class _SymbolicBytes(TensorBytes):
         return self.cached(key, lambda: self.array([self._sizes.local(shape, each) * size for each in layouts]))
 
     def local_sizes(self, strategy: Strategy, bound: BoundRule) -> dict[str, int]:
-        return strategy.local_sizes(bound.sizes, cast(Mesh, self._sizes.axes))
+        return strategy.local_sizes(bound.sizes, self._sizes.axes)
 
     def array(self, sizes: Sequence[int]) -> Bytes:
         return np.array(sizes, dtype=object)
@@ -119,11 +118,9 @@ class _SymbolicBytes(TensorBytes):
         return self.array([Size.make(num_bytes, size.polynomial * Fraction(num_bytes, int(size)))])
 
     def hidden(self, decision: Decision, other_bytes: int, largest: int, local: Bytes) -> Bytes:
-        call = decision.candidates.call
-        assert call is not None
         if not other_bytes:
             return np.zeros_like(local)
-        shapes = tuple(info.shape for info in call.inputs)
-        make = lambda: self.array([hidden_bytes(decision.node, call, shapes, other_bytes, self._sizes.symbols)])  # noqa: E731
-        (whole,), elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
+        call, shapes = decision.call, tuple(info.shape for info in decision.call.inputs)
+        make = functools.partial(hidden_bytes, decision.node, call, shapes, other_bytes, self._sizes.symbols)
+        whole, elements = self.cached(("hidden", decision.candidates), make), Size.of(math.prod(shapes[largest]))
         return self.array([-(-whole * each // elements) for each in local])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.costs.space.space import Space, TensorEdge
@@ -59,10 +59,11 @@ def _alike(layers: dict[str, set[Hashable]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of a decision: its layer (None: in no stack), and a name that is equal in every layer."""
+    """Position of a decision: its layer of a stack, and a name that is equal in every layer; no layer in no stack."""
 
-    layer: int | None
     name: Hashable
+    layer: int | None = None
+    stack: str = ""
 
 
 class Repetition:
@@ -80,39 +81,31 @@ class Repetition:
         self._places: dict[int, _Place] = {}
         self._place_all(stacks)
         self._seen: dict[Hashable, set[int]] = defaultdict(set)
-        for place in self._places.values():
+        for place in (*self._places.values(), *(self._edge(edge)[0] for edge in space.edges)):
             if place.layer is not None:
                 self._seen[place.name].add(place.layer)
-        for edge in space.edges:
-            layer, name, _ = self._edge(edge)
-            if layer is not None:
-                self._seen[name].add(layer)
 
     def of_decision(self, number: int) -> Polynomial:
-        place = self._places[number]
-        return _ONCE if place.layer is None else self._count(place.name, between=False)
+        return self._count(self._places[number], between=False)
 
     def of_edge(self, edge: TensorEdge) -> Polynomial:
-        layer, name, between = self._edge(edge)
-        return _ONCE if layer is None else self._count(name, between)
+        return self._count(*self._edge(edge))
 
-    def _count(self, name: Hashable, between: bool) -> Polynomial:
-        here, length = len(self._seen[name]), self._length
-        if here == length:
-            return self._each
-        if between or here == length - 1 > 1:
-            return self._between
-        return _ONCE if here == 1 else self._each
+    def _count(self, place: _Place, between: bool) -> Polynomial:
+        here, length = len(self._seen[place.name]), self._length
+        if here <= 1 and not between:
+            return _ONCE
+        return self._between if here < length and (between or here == length - 1) else self._each
 
-    def _edge(self, edge: TensorEdge) -> tuple[int | None, Hashable, bool]:
-        """Return the layer of an edge, its name, and whether it lies between two layers of one stack."""
+    def _edge(self, edge: TensorEdge) -> tuple[_Place, bool]:
+        """Return the place of an edge, and whether it lies between two layers of one stack."""
         source, target = self._places[edge.source], self._places[edge.target]
         ends = (edge.source_output, edge.target_input)
         if target.layer is None:
-            return source.layer, (source.name, edge.target, ends), False
-        if source.layer is None or _stack(source) != _stack(target):
-            return target.layer, (edge.source, target.name, ends), False
-        return target.layer, (source.name, target.name, ends), source.layer != target.layer
+            return replace(source, name=(source.name, edge.target, ends)), False
+        if source.layer is None or source.stack != target.stack:
+            return replace(target, name=(edge.source, target.name, ends)), False
+        return replace(target, name=(source.name, target.name, ends)), source.layer != target.layer
 
     def _place_all(self, stacks: Sequence[Stack]) -> None:
         parameters = self._space.program.parameter_names
@@ -125,12 +118,12 @@ class Repetition:
             module = parameters.get(decision.node.name) or module_of(decision.node)
             place = next(((stack.prefix, at) for stack in stacks if (at := stack.place(module))), None)
             if place is None:
-                self._places[number] = _Place(None, number)
+                self._places[number] = _Place(number)
                 continue
             prefix, (layer, inside) = place
             kind = (prefix, inside, decision.candidates.call.name if decision.candidates.call else decision.kind)
             counts[kind, layer] += 1
-            self._places[number] = _Place(layer, (prefix, kind, counts[kind, layer]))
+            self._places[number] = _Place((kind, counts[kind, layer]), layer, prefix)
         for number in reversed(shared_reshards):  # a shared reshard's consumers first, which may be shared reshards
             self._places[number] = self._of_shared_reshard(number)
 
@@ -139,26 +132,13 @@ class Repetition:
         edges = self._targets[number]
         places = [self._places[edge.target] for edge in edges]
         inside = all(place.layer is not None for place in places)
-        if inside and len({(_stack(place), place.layer) for place in places}) == 1:
+        if inside and len({(place.stack, place.layer) for place in places}) == 1:
             consumers = tuple((place.name, edge.target_input) for place, edge in zip(places, edges, strict=True))
-            return _Place(places[0].layer, (_stack(places[0]), "shared_reshard", consumers))
-        origin = self._origin(number)
-        if origin.layer is None:
-            return _Place(None, number)
+            return replace(places[0], name=("shared_reshard", consumers))
         decision = self._space.decisions[number]
-        suffix = decision.name.removeprefix(decision.node.name)
-        return _Place(origin.layer, (_stack(origin), "shared_reshard", origin.name, suffix))
-
-    def _origin(self, number: int) -> _Place:
-        edge = self._space.inbound[number, 0]
-        while self._space.decisions[edge.source].kind == "shared_reshard":
-            edge = self._space.inbound[edge.source, 0]
-        return self._places[edge.source]
-
-
-def _stack(place: _Place) -> Hashable:
-    assert isinstance(place.name, tuple)
-    return place.name[0]
+        origin, suffix = decision.node.name, decision.name.removeprefix(decision.node.name)
+        place = self._places[self._space.index[origin]]
+        return replace(place, name=("shared_reshard", place.name, suffix))
 
 
 _ONCE = Polynomial.of(1)

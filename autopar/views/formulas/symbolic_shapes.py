@@ -43,18 +43,20 @@ class SymbolicShapes:
 
 def symbolic_shapes(space: Space, stacks: Sequence[Stack]) -> SymbolicShapes:
     """Find the shapes; a symbol that would contradict the model (a learned table of positions) stays a number."""
-    seeds = _seeds(space, stacks)
+    parameters = space.program.parameters.items()
+    layered = [placeholder for name, placeholder in parameters if any(stack.place(name) for stack in stacks)]
+    seeds = _seeds(space, layered)
     fixed: dict[str, str] = {}
     while True:
         left = {name: value for name, value in seeds.items() if name not in fixed}
-        found, conflicts = _Walk(space, stacks, left).shapes()
+        found, conflicts = _Walk(space, layered, left).shapes()
         conflicts = {name: reason for name, reason in conflicts.items() if name in left}
         if not conflicts:
             return SymbolicShapes(found, left, fixed)
         fixed |= conflicts
 
 
-def _seeds(space: Space, stacks: Sequence[Stack]) -> dict[str, int]:
+def _seeds(space: Space, layered: Sequence[str]) -> dict[str, int]:
     """Return the symbols of dims and their values now; a size of one is broadcast wherever it meets others, and is
     none.
     """
@@ -64,11 +66,9 @@ def _seeds(space: Space, stacks: Sequence[Stack]) -> dict[str, int]:
             for role, size in _dims_with_roles(space, decision):
                 if role:
                     found.setdefault(role, size)
-    sizes: Counter[int] = Counter()
-    for name, placeholder in space.program.parameters.items():
-        if any(stack.place(name) for stack in stacks):
-            sizes.update(space.decisions[space.index[placeholder]].node.meta["tensor"].shape)
-    if sizes:
+    if layered:
+        shapes = (space.decisions[space.index[placeholder]].node.meta["tensor"].shape for placeholder in layered)
+        sizes = Counter(size for shape in shapes for size in shape)
         found[HIDDEN] = sizes.most_common(1)[0][0]
     return {name: size for name, size in found.items() if size > 1}
 
@@ -82,18 +82,13 @@ def _dims_with_roles(space: Space, decision: Decision) -> list[tuple[str, int]]:
 class _Walk:
     """One walk over the decisions that writes the equations of every call down."""
 
-    def __init__(self, space: Space, stacks: Sequence[Stack], symbols: Mapping[str, int]) -> None:
-        self._space = space
+    def __init__(self, space: Space, layered: Sequence[str], symbols: Mapping[str, int]) -> None:
+        self._space, self._layered = space, layered
         self._symbols = {name: Size.symbol(name, value) for name, value in symbols.items()}
         self._equations = Equations()
         self._dims: dict[Key, list[int]] = {}
         self._slices: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """Dim that is sliced → (start, end, dim) of every slice."""
-        self._layered = {
-            placeholder
-            for name, placeholder in space.program.parameters.items()
-            if any(stack.place(name) for stack in stacks)
-        }
 
     def shapes(self) -> tuple[dict[Key, tuple[int, ...]], dict[str, str]]:
         """Return the shape of every tensor, and why some symbols cannot vary."""
@@ -103,7 +98,6 @@ class _Walk:
             elif decision.kind in ("input", "parameter", "buffer"):
                 self._placeholder(decision)
         self._relate_slices()
-        self._equations.settle_groups()
         self._equations.settle()
         found = self._found()
         return found, {**self._equations.conflicts, **self._learned(found)}
@@ -138,8 +132,8 @@ class _Walk:
                     self._equations.learn(variable, hidden, name)
 
     def _call(self, decision: Decision) -> None:
-        call, bound, name = decision.candidates.call, decision.candidates.bound, decision.name
-        assert call is not None and bound is not None
+        call, bound, name = decision.call, decision.candidates.bound, decision.name
+        assert bound is not None, f"{name} has no rule"
         inputs = [self._dims[key] for key in input_keys(self._space, decision)]
         outputs = [self._variables((name, i), info) for i, info in enumerate(call.outputs)]
         self._factors(bound, [*inputs, *outputs], name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from autopar.costs.hardware.collectives import Transfer
@@ -14,6 +14,7 @@ from autopar.costs.space.expert_rows import padded_share
 from autopar.costs.space.space import Decision, ExpertRows, Space, TensorEdge
 from autopar.ir.program.program import TensorInfo
 from autopar.ir.sharding.layout import Layout
+from autopar.ir.sharding.mesh import Mesh
 from autopar.ir.sharding.operation import Call
 from autopar.strategies import rule_of
 from autopar.views.formulas.symbolic_shapes import SymbolicShapes, input_keys
@@ -22,19 +23,8 @@ from autopar.views.formulas.symbols import Polynomial, Size, axis_symbols
 Shapes = Sequence[tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """A mesh whose sizes are symbols, for functions that ask no more of one; an axis of one device stays a number."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.sizes)
-
-    def size(self, axis: str) -> int:
-        return self.sizes[self.names.index(axis)]
+class Axes(Mesh):
+    """A mesh whose sizes are symbols; an axis of one device stays a number. It equals no mesh of numbers."""
 
 
 class LocalSizes:
@@ -44,7 +34,7 @@ class LocalSizes:
         self._space = space
         named = zip(axis_symbols(space.mesh), space.mesh.sizes, strict=True)
         sizes = tuple(Size.symbol(name, size) if size > 1 else size for name, size in named)
-        self.axes = Axes(space.mesh.names, sizes)
+        self.axes = Axes(dict(zip(space.mesh.names, sizes, strict=True)), space.mesh.hardware)
         self.shapes, self.symbols = shapes.shapes, shapes.symbols
         self.fractions: set[Polynomial] = set()
 

@@ -13,10 +13,10 @@ write the size first.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import keyword
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -42,7 +42,7 @@ class Polynomial:
             return value.polynomial
         if isinstance(value, Polynomial):
             return value
-        return cls((((), _plain(value)),)) if value else ZERO
+        return cls.collected([((), value)])
 
     @classmethod
     def symbol(cls, name: str, exponent: int = 1) -> Polynomial:
@@ -50,12 +50,16 @@ class Polynomial:
         return cls(((((name, exponent),), 1),))
 
     @classmethod
-    def sum(cls, parts: Iterable[Polynomial]) -> Polynomial:
+    def collected(cls, terms: Iterable[tuple[Monomial, Number]]) -> Polynomial:
+        """Return the sum of terms, of which several may have one monomial."""
         found: dict[Monomial, Number] = {}
-        for part in parts:
-            for monomial, coefficient in part.terms:
-                found[monomial] = found.get(monomial, 0) + coefficient
-        return _polynomial(found)
+        for monomial, coefficient in terms:
+            found[monomial] = found.get(monomial, 0) + coefficient
+        return cls(tuple((m, _plain(c)) for m, c in sorted(found.items(), key=lambda item: item[0]) if c))
+
+    @classmethod
+    def sum(cls, parts: Iterable[Polynomial]) -> Polynomial:
+        return cls.collected(term for part in parts for term in part.terms)
 
     def __add__(self, other: Polynomial | Number) -> Polynomial:
         return Polynomial.sum((self, Polynomial.of(other)))
@@ -69,16 +73,8 @@ class Polynomial:
         return self * -1 + other
 
     def __mul__(self, other: Polynomial | Number) -> Polynomial:
-        other = Polynomial.of(other)
-        if len(self.terms) == len(other.terms) == 1:  # nearly all sizes are single terms
-            (left, a), (right, b) = self.terms[0], other.terms[0]
-            return Polynomial(((_product(left, right), _plain(a * b)),))
-        found: dict[Monomial, Number] = {}
-        for left, a in self.terms:
-            for right, b in other.terms:
-                monomial = _product(left, right)
-                found[monomial] = found.get(monomial, 0) + a * b
-        return _polynomial(found)
+        pairs = itertools.product(self.terms, Polynomial.of(other).terms)
+        return Polynomial.collected((_product(left, right), a * b) for (left, a), (right, b) in pairs)
 
     __rmul__ = __mul__
 
@@ -89,7 +85,7 @@ class Polynomial:
             return self * Polynomial.symbol(f"({other})", -1)
         monomial, coefficient = next(iter(other.terms))
         inverse = 1 / (coefficient if isinstance(coefficient, float) else Fraction(coefficient))
-        return self * Polynomial(((tuple((name, -exponent) for name, exponent in monomial), _plain(inverse)),))
+        return self * Polynomial.collected([(tuple((name, -exponent) for name, exponent in monomial), inverse)])
 
     def __rtruediv__(self, other: Number) -> Polynomial:
         return Polynomial.of(other) / self
@@ -134,7 +130,6 @@ class Polynomial:
         return _added(parts)
 
 
-ZERO = Polynomial()
 _GROUP = 40
 
 
@@ -145,10 +140,6 @@ def _added(parts: Sequence[str]) -> str:
     return " + ".join(parts).replace("+ -", "- ") or "0"
 
 
-def _polynomial(found: Mapping[Monomial, Number]) -> Polynomial:
-    return Polynomial(tuple((m, _plain(c)) for m, c in sorted(found.items(), key=lambda item: item[0]) if c))
-
-
 def _plain(value: Number) -> Number:
     """Return a fraction that is whole as an int, and a float of any kind as one."""
     if isinstance(value, float):
@@ -156,7 +147,6 @@ def _plain(value: Number) -> Number:
     return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
-@functools.lru_cache(maxsize=65536)
 def _product(left: Monomial, right: Monomial) -> Monomial:
     exponents = dict(left)
     for name, exponent in right:

@@ -367,5 +367,5 @@ def test_edges_that_share_their_bytes_have_those_that_each_has_by_itself(family:
         assert found is alone is None or (found and alone and len(found) == len(alone))
         for ours, theirs in zip(found or (), alone or (), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    arrays = {id(found) for edge in space.edges if (found := memory.saved.edge(edge))}
+    arrays = {tuple(map(id, found)) for edge in space.edges if (found := memory.saved.edge(edge))}
     assert len(arrays) < 0.7 * sum(memory.saved.edge(edge) is not None for edge in space.edges), "layers share them"

@@ -101,7 +101,7 @@ def test_what_is_known_of_a_product_and_all_but_one_factor_gives_that_factor() -
     whole, heads, width = (equations.variable(number) for number in (32, 4, 8))
     equations.add(Equation(whole, (heads, width), is_product=True))
     equations.learn(whole, Size.symbol("hidden", 32))
-    equations.settle_groups()
+    equations.settle()
     assert str(Polynomial.of(equations.size(heads) or 0)) == "hidden/8"
 
 
