@@ -19,6 +19,7 @@ from autopar.costs.space.narrowed import Pins, is_large
 from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
+from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
@@ -34,7 +35,7 @@ from autopar.planning.replicated_work import (
 )
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.simulated import as_simulated, simulated_seconds
+from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
 from autopar.planning.whole_parameters import with_storage_settled
 from autopar.solver.deadline import after, is_over, seconds_until, whole_is_over
 from autopar.strategies.presets.data import warn_of_gradients
@@ -53,9 +54,12 @@ def best_plan(
     if request.first_zigzag_axes is not None:
         stated = stated.with_zigzag_axes(())
     search = _Search(request, stated, specified, storage or {}, deadline)
-    started = search.begun()
-    draft, in_order = (started, None) if started else search.first()
-    plan = as_simulated(draft, search.again, deadline, in_order)
+    timeline = in_order = None
+    if (started := search.begun()) is not None:
+        draft, timeline = started
+    else:
+        draft, in_order = search.first()
+    plan = as_simulated(draft, search.again, deadline, in_order, timeline)
     space, choices = context_of(plan).space, context_of(plan).choices
     warn_of_plan(request, plan, space, choices, stored=bool(storage))
     unused = unused_axes(space, choices) if request.strategy is None else ()
@@ -98,10 +102,10 @@ class _Search:
             return plan, None  # its pins are of other strategies
         return plan, in_order
 
-    def begun(self) -> Draft | None:
+    def begun(self) -> tuple[Draft, Timeline | None] | None:
         """Return the plan of a search that begins at the warm start, with its costs, or the start if that is shorter.
 
-        None without a warm start that the request allows.
+        With it comes its timeline, if the two were compared. None without a warm start that the request allows.
         """
         start = self.request.warm_start
         if start is None:
@@ -114,13 +118,14 @@ class _Search:
             return None
         made = self._settled(self._marked(made), problems)
         if is_over(self.deadline) or whole_is_over():
-            return made
+            return made, None
         with suppress(CutOffError, InfeasibleError, TimeLimitError):
             found = self.again(problems.space, made, 0.0)
-            if simulated_seconds(found) <= simulated_seconds(made):
-                return found
-            return replace(made, answer=replace(made.answer, bound=found.answer.bound))
-        return made
+            before, later = timeline_of(made), timeline_of(found)
+            if simulated_seconds(found, later) <= simulated_seconds(made, before):
+                return found, later
+            return replace(made, answer=replace(made.answer, bound=found.answer.bound)), before
+        return made, None
 
     def again(self, costs: Space, incumbent: Draft, gap: float) -> Draft:
         """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan."""

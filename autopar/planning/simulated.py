@@ -128,10 +128,6 @@ class _SimulatedPlan:
     plan: Draft
     timeline: Timeline
 
-    @classmethod
-    def of(cls, plan: Draft) -> _SimulatedPlan:
-        return cls(plan, timeline_of(plan))
-
     @property
     def space(self) -> Space:
         return self.plan.context.space
@@ -152,13 +148,20 @@ class _SimulatedPlan:
         return self.plan.strategies == other.plan.strategies and self.plan.recompute == other.plan.recompute
 
 
-def as_simulated(plan: Draft, again: Again, deadline: float, space: Space | None = None) -> Plan:
-    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
+def as_simulated(
+    plan: Draft, again: Again, deadline: float, space: Space | None = None, timeline: Timeline | None = None
+) -> Plan:
+    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline.
+
+    `timeline` is that of the plan, if it was simulated before.
+    """
 
     def next_one(costs: Space, best: _SimulatedPlan, gap: float) -> _SimulatedPlan:
-        return _SimulatedPlan.of(again(costs, best.plan, gap))
+        found = again(costs, best.plan, gap)
+        return _SimulatedPlan(found, timeline_of(found))
 
-    found = shortest_simulated(_SimulatedPlan.of(plan), next_one, deadline, space)
+    first = _SimulatedPlan(plan, timeline or timeline_of(plan))
+    found = shortest_simulated(first, next_one, deadline, space)
     return _written(found.plan, found.timeline)
 
 
@@ -171,7 +174,13 @@ def _written(draft: Draft, timeline: Timeline) -> Plan:
 
 
 def simulated_seconds(plan: Chosen, timeline: Timeline | None = None) -> float:
-    """Return the seconds of a step of all micro-batches, by the timeline, which is simulated unless it is given."""
+    """Return the seconds of a step of all micro-batches, by the timeline, which is simulated unless it is given.
+
+    A whole model's plan that was written down with its timeline has them. Of a plan that was loaded what it says is
+    returned, which may be the sum of its costs.
+    """
+    if isinstance(plan, Plan) and (plan.context is None or (plan.simulated and plan.workload)):
+        return plan.workload.seconds if plan.workload else plan.step_seconds
     context = context_of(plan)
     seconds, further = (timeline or timeline_of(plan)).seconds, context.memory_model.microbatches.count - 1
     each = microbatch_seconds(context.memory_model, context.choices, plan.recompute) if further else ()

@@ -77,8 +77,7 @@ def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> D
     with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
         warnings.simplefilter("ignore")  # the plan that is compared has warned
         found = again(pins, settings.lasting(seconds_until(deadline)).without_reasons())
-        context = replace(found.context, settings=settings)
-        return replace(found, context=context) if seconds_of_microbatch(found) < settings.cutoff else None
+        return replace(found, context=replace(found.context, settings=settings))
     return None
 
 

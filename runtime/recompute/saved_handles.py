@@ -5,7 +5,8 @@ has made (whose memory the claim does not hold), or on something that the call h
 segment has run, the claims tell which calls must run again. These tell which tensors must be saved: tensors from
 outside, and results that the mode saves (`Mark.saved`: of products in the mode "selective", of collectives unless it is
 "full"). The first claim that the backward asks for runs the calls again, one by one, each on detached inputs and in the
-surroundings of the first run. A value is freed after its last claim, and a second backward runs the segment once more.
+surroundings of the first run. A claim has its value until the backward that asks for it lets go of the claim. Only in a
+backward that retains the graph the tensors from outside stay, and a second backward runs the segment once more.
 
 Gathered weights are saved as `Regather` does it, offloaded tensors as `on_host` does.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ from autopar.runtime.recompute.on_host import Handle, Pending
 from autopar.runtime.recompute.prepared_calls import RunCall, tensors_of
 
 next_node = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+retains_graph = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
 Key = tuple[fx.Node, str, int]
 """(call, "output" or "saved", position): a result of a call, or a tensor it saved for its own backward."""
 
@@ -49,6 +50,8 @@ class _Claim:
     offset: int | torch.SymInt
     """One for each rank where ranks are played in one process."""
     dtype: torch.dtype
+    value: Tensor | Travelling | None = None
+    """The value, once the second run has made it."""
 
     def of(self, value: Tensor) -> Tensor:
         """Return the tensor that was saved, given the value that the claim is on."""
@@ -170,10 +173,10 @@ class Frame:
         self._claims: list[weakref.ref[_Claim]] = []
         self._held: dict[fx.Node, _Held] = {}
         self._generators: dict[fx.Node, dict[str, Tensor]] = {}
-        self._again: dict[Key, Tensor | Travelling] = {}
         self._learning: set[Key] = set()
         """Keys of the results that require a gradient."""
-        self._open: Counter[Key] = Counter()
+        self._is_whole = False
+        """True if calls may claim something of it after its end."""
         self._since = next_node()
         self._axes = current_axes()
         self._randomness = randomness()
@@ -213,14 +216,16 @@ class Frame:
         self._claims.append(weakref.ref(claim))
         return claim
 
-    def _claimed(self) -> list[Key]:
-        """Return the keys of the claims that autograd still holds."""
-        self._claims = [each for each in self._claims if each() is not None]
-        return [claim.key for claim in [each() for each in self._claims] if claim is not None]
+    def _claimed(self) -> list[_Claim]:
+        """Return the claims that autograd still holds."""
+        found = [claim for each in self._claims if (claim := each()) is not None]
+        self._claims = list(map(weakref.ref, found))
+        return found
 
     def close(self, hold: Callable[[Tensor, int], object], whole: bool = False) -> None:
         """End the first run: hold only the inputs of the second one (of all calls, if `whole`)."""
-        again = set(self._order) if whole else {node for node, _, _ in self._claimed()}
+        self._is_whole = whole
+        again = set(self._order) if whole else {claim.key[0] for claim in self._claimed()}
         begins: set[fx.Node] = set()
         for node, step in reversed(self._order.items()):
             if node in again:
@@ -239,15 +244,16 @@ class Frame:
 
     def meet(self, claim: _Claim) -> Tensor:
         """Return the tensor behind a claim; the first one in a backward runs the segment again."""
-        if claim.key not in self._again:
-            self._open = Counter(self._claimed())
+        retains = retains_graph()
+        if claim.value is None:
             with self._surroundings():
                 self._run_again()
-        value = self._again[claim.key]
-        value = value.arrived() if isinstance(value, Travelling) else value
-        self._open[claim.key] -= 1
-        if not self._open[claim.key]:
-            del self._again[claim.key]
+            if not (retains or self._is_whole):
+                self._held.clear()  # all that is still claimed is made
+        value = claim.value.arrived() if isinstance(claim.value, Travelling) else claim.value
+        assert value is not None, f"{claim.key} was not made again"
+        if retains and self._held:
+            claim.value = None
         return claim.of(value)
 
     def _run_again(self) -> None:
@@ -257,7 +263,8 @@ class Frame:
         """
         values: dict[fx.Node, Any] = {node: held.value() for node, held in self._held.items()}
         last_use = {each: step for step in self._order.values() for each in step.inputs}
-        again, still_open, number = self._again, self._open, 0
+        claims, number = self._claimed(), 0
+        still_open, again = {claim.key for claim in claims}, dict[Key, Tensor | Travelling]()
         saving = {node for node, kind, _ in still_open if kind == "saved"}
 
         def pack(x: Tensor) -> None:
@@ -295,6 +302,9 @@ class Frame:
                 for each in step.inputs:
                     if last_use[each] is step:
                         values.pop(each, None)
+        for claim in claims:
+            claim.value = again[claim.key]
+        again.clear()  # nodes of the second run refer to `pack` as long as they are there
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:

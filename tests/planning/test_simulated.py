@@ -21,6 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.planning import planner, record, simulated
 from autopar.planning.memory_limit.answers import Answer
+from autopar.planning.mesh_search.candidates import of_plan
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import Draft
 from autopar.planning.settings import PlanContext, Settings, context_of
@@ -58,7 +59,9 @@ def test_the_sum_of_a_plan_is_its_simulated_step() -> None:
     timeline = plan.timeline()
     assert plan.waits and all(name.split()[0] in ("all_gather", "reduce_scatter") for name in plan.waits)
     assert plan.seconds == pytest.approx(timeline.seconds, rel=FAR)
-    assert plan.step_seconds == plan.simulated == timeline.seconds == simulated_seconds(plan)
+    assert (
+        plan.step_seconds == plan.simulated == timeline.seconds == simulated_seconds(_draft_of(plan, context_of(plan)))
+    )
     assert plan.workload is not None and plan.workload.seconds == timeline.seconds
     first = _by_the_rule(context_of(plan))
     assert abs(first.device_seconds / timeline_of(first).seconds - 1) > 2 * FAR, (
@@ -150,8 +153,16 @@ def test_a_small_plan_has_its_simulated_step_also_if_the_time_of_the_planner_is_
 
 def test_of_several_micro_batches_the_step_of_all_is_told() -> None:
     plan = autopar.plan(Stack(), Mesh({"dp": 2}), X, hardware=HIDING, strategy="zero3", microbatches=4)
+    simulated_again = simulated_seconds(_draft_of(plan, context_of(plan)))
     assert plan.workload is not None
-    assert plan.workload.seconds == simulated_seconds(plan) > 2 * plan.step_seconds
+    assert plan.workload.seconds == simulated_again > 2 * plan.step_seconds
+
+
+def test_a_plan_that_is_written_down_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = autopar.plan(Stack(), Mesh({"dp": 2}), X, hardware=HIDING, microbatches=4)
+    monkeypatch.setattr(simulated, "timeline_of", lambda _: pytest.fail("it is simulated again"))
+    assert plan.workload is not None
+    assert of_plan(plan, 4).seconds == simulated_seconds(plan) == plan.workload.seconds
 
 
 def _draft_of(plan: Plan, context: PlanContext) -> Draft:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.compiler import tiles
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
@@ -31,6 +33,19 @@ class Embedded(nn.Module):
 
     def forward(self, x_BPF: torch.Tensor) -> torch.Tensor:
         return self.layers(self.embed(x_BPF)).square().mean()
+
+
+class Reading(Embedded):
+    """The same with a head and its loss, which may be taken in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, FEATURES, bias=False)
+
+    def forward(self, x_BPF: torch.Tensor) -> torch.Tensor:
+        labels_BP = x_BPF[..., 0].gt(0).long()
+        logits_BPC = self.head(self.layers(self.embed(x_BPF)))
+        return nn.functional.cross_entropy(logits_BPC.flatten(0, 1), labels_BP.flatten())
 
 
 def batch() -> torch.Tensor:
@@ -64,6 +79,13 @@ def test_what_a_user_says_about_storage_is_kept() -> None:
     needed = planned(HOST.dtensor_s).peak_bytes
     least = planned(HOST.dtensor_s, strategy="zero3").peak_bytes
     assert splits(planned(HOST.dtensor_s, memory=(needed + least) // 2)), "no plan with whole parameters fits"
+
+
+def test_a_limit_that_costs_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is first looked for a plan that pays nothing for memory, and any other one is cut off."""
+    monkeypatch.setattr(tiles, "WORTHWHILE", 0.0)
+    free, within = (planned(HOST.dtensor_s, Reading(), memory=limit) for limit in (None, "1GB"))
+    assert within.choices == free.choices and not splits(free) and splits(planned(0.0, Reading()))
 
 
 def _train(plain: bool) -> tuple[list[float], bool]:

@@ -1,7 +1,7 @@
 """Host copies of segments: what they send to the host and get back, as tasks that overlap with computation.
 
 Copies leave a call when it has run, and all of a segment's come back together. If the device is the host itself, the
-copies are tasks of the computing stream.
+copies are tasks of the computing stream, where nothing is gained by fetching ahead: each is put down in its segment.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class HostCopies:
             self._on_way[segment] += self._copy(DOWN, seconds, self._memory.space.decisions[number].name)
 
     def enter_backward(self, number: int) -> None:
-        """Start the backward of a call; a new segment waits for its own tensors, and fetches the next ones."""
+        """Start the backward of a call; a new segment waits for its own tensors; a device fetches the next ones."""
         if not self._whole or self._memory.accumulation.is_cast(number):
             return
         row = self._memory.space.decisions[number].name
         own = self._memory.lifetimes.segment[number]
-        for segment in (own, self._before(number, own)):
+        fetched = (own,) if self._memory.space.hardware.is_host else (own, self._before(number, own))
+        for segment in fetched:
             if self._whole.get(segment) and segment not in self._back:
                 seconds = self._whole[segment] / self._memory.host_copies.bytes_per_s
                 self._back[segment] = self._copy(UP, seconds, row, self._on_way.pop(segment, []))

@@ -34,6 +34,7 @@ from autopar.planning.pipeline.block_costs import (
     block_of_decisions,
     boundary_bytes,
     crossings,
+    ends_block,
     launching_of_blocks,
     paced,
     spans_of_blocks,
@@ -248,7 +249,7 @@ class _Seconds:
         found = np.zeros((3, self.count))
         for home in range(self.count):
             own = behind_another(_tasks_of(tasks, [self.home.get(each.row) == home for each in tasks]), self.share)
-            waited_for = [event for event in own if not (event.task.weights or event.task.overlapped)]
+            waited_for = [event for event in own if ends_block(event.task)]
             turn = max((event.end for event in waited_for if event.task.phase == FORWARD), default=0.0)
             end, last = (max((event.end for event in events), default=0.0) for events in (waited_for, own))
             found[:, home] = turn - each.forward[home], end - turn - each.backward[home], last - end

@@ -23,7 +23,7 @@ def of_plan(plan: Plan, count: int) -> Candidate[Plan | PipelinePlan]:
     """Return a plan whose step is of so many micro-batches, one after the other."""
     return Candidate(
         plan=plan,
-        seconds=simulated_seconds(plan) if count > 1 and plan.context is not None else plan.step_seconds,
+        seconds=simulated_seconds(plan),
         gap=plan.gap,
         microbatches=count,
         stored_bytes=_stored(plan),

@@ -79,17 +79,26 @@ def block_costs(whole: PlannedWhole, blocks: Sequence[Block]) -> tuple[BlockCost
 def spans_of_blocks(events: Sequence[Event], home: Mapping[str, int], count: int) -> tuple[Floats, Floats]:
     """Return the seconds of the forward and of the backward of blocks, each from the end of the block before it.
 
-    `home` is the block of each row. Weights that move and what runs overlapped are waited for by other tasks.
+    `home` is the block of each row.
     """
     ends = np.zeros((2, count))
     for event in events:
         place, task = home.get(event.task.row), event.task
-        if place is not None and not (task.weights or task.overlapped) and task.phase != OPTIMIZER:
+        if place is not None and ends_block(task) and task.phase != OPTIMIZER:
             row = int(task.phase != FORWARD)
             ends[row, place] = max(ends[row, place], event.end)
     there, turn = np.maximum.accumulate(ends[0]), ends[0].max(initial=0.0)
     back = np.maximum.accumulate(np.maximum(ends[1, ::-1], turn))
     return np.diff(there, prepend=0.0), np.diff(back, prepend=turn)[::-1]
+
+
+def ends_block(task: Task) -> bool:
+    """Return whether a pass of a block ends no earlier than the task.
+
+    Copies to the host are waited for at the end of a stage's forward. Weights that move, and copies back, are waited
+    for by other tasks.
+    """
+    return not task.weights and (not task.overlapped or task.phase == FORWARD)
 
 
 def launching_of_blocks(tasks: Sequence[Task], home: Mapping[str, int], count: int) -> Floats:

@@ -68,7 +68,8 @@ def _recomputed(strategy: str, modes: tuple[str, ...]) -> list[tuple[int, int]]:
 def test_ranks_hold_what_the_plan_predicts_in_every_mode_of_recomputation(ranks: Ranks, strategy: str) -> None:
     for every in ranks.run(_recomputed, strategy, RECOMPUTATIONS, timeout=240):
         for found, predicted in every:
-            assert predicted == pytest.approx(found, rel=0.07)
+            # Plans count what only a second forward takes, such as queries before their rotation, up to the backward.
+            assert 0.95 * found < predicted < 1.1 * found
         none, *_, saving_collectives, full = [found for found, _ in every]
         assert none > saving_collectives > full or (strategy == "ring" and none > saving_collectives >= full)
 

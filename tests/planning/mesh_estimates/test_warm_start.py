@@ -13,12 +13,14 @@ from autopar.compiler.plan_cache import PlanCache
 from autopar.costs.memory.lifetimes import Lifetimes
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
+from autopar.costs.timeline.values import Timeline
 from autopar.errors import InfeasibleError
 from autopar.models.catalogue import built_in
-from autopar.planning import best_plan
+from autopar.planning import best_plan, simulated
 from autopar.planning.best_plan import best_plan as planned
 from autopar.planning.mesh_estimates.estimates import Candidate, Estimate, Estimates
 from autopar.planning.mesh_estimates.warm_start import _around, warm_start
+from autopar.planning.mesh_search.candidates import of_plan
 from autopar.planning.options.groups import Memory, Search
 from autopar.planning.record import Draft
 from autopar.planning.request import PlanRequest
@@ -79,8 +81,8 @@ def test_a_search_that_finds_a_longer_step_keeps_the_plan_of_the_estimate(monkey
         searched.append(search(self, costs, incumbent, gap))
         return searched[0]
 
-    def seconds(plan: Draft) -> float:
-        return (1 if plan.answer.solver == "warm start" else 2) * simulated_seconds(plan)
+    def seconds(plan: Draft, timeline: Timeline) -> float:
+        return (1 if plan.answer.solver == "warm start" else 2) * simulated_seconds(plan, timeline)
 
     monkeypatch.setattr(best_plan._Search, "again", again)
     monkeypatch.setattr(best_plan, "simulated_seconds", seconds)
@@ -88,6 +90,21 @@ def test_a_search_that_finds_a_longer_step_keeps_the_plan_of_the_estimate(monkey
     assert simulated_seconds(found) == pytest.approx(estimate.seconds, rel=0.05)
     assert found.solver == "warm start" and 0 < found.bound <= found.seconds
     assert found.bound == pytest.approx(searched[0].answer.bound + found.host_seconds), "at the same costs"
+
+
+def test_neither_the_start_nor_what_is_found_from_it_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, timeline = list[object](), simulated.timeline_of
+
+    def noted(draft: Draft) -> Timeline:
+        seen.append((id(draft.context.memory_model), draft.answer.choices, *draft.recompute.items()))
+        return timeline(draft)
+
+    monkeypatch.setattr(best_plan, "with_storage_settled", lambda draft, *_: draft)
+    for module in (best_plan, simulated):
+        monkeypatch.setattr(module, "timeline_of", noted)
+    planner, estimate = estimated()
+    candidate = of_plan(plan(*space_of(planner, estimate)), estimate.microbatches)
+    assert len(seen) == len(set(seen)) > 1 and candidate.seconds > 0
 
 
 def test_a_search_with_time_is_no_slower_than_the_estimate_and_has_a_bound() -> None:

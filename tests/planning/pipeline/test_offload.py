@@ -24,9 +24,8 @@ from tests.support.towers import tower
 FAST_LINK = replace(load("h100"), name="h100", host_link_bytes_per_s=1e15, host_memory_bytes_per_s=1e16)
 """Copies take next to nothing."""
 
-
-BUSY = replace(load("h100"), launch_s=0.0, host_link_bytes_per_s=16e9)
-"""Nothing waits for the host's launches, which would hide copies over its slow link."""
+BUSY = replace(load("h100"), launch_s=1e-9, host_link_bytes_per_s=16e9)
+"""Next to nothing waits for the host's launches, which would hide copies over its slow link."""
 
 
 class Scored(nn.Module):
@@ -69,6 +68,13 @@ def test_each_micro_batch_in_flight_has_its_own_on_the_host(tmp_path: Path) -> N
     assert "of its memory per device" in str(away)
     away.save(tmp_path / "plan.json")
     assert PipelinePlan.load(tmp_path / "plan.json") == away
+
+
+@pytest.mark.parametrize("launch_s", [BUSY.launch_s, 0.0], ids=["device", "host"])
+def test_equal_blocks_whose_copies_are_waited_for_are_cut_evenly(launch_s: float) -> None:
+    """The copies of a block count in the block, not in those that wait for them; on a host, nothing overlaps."""
+    away = planned(offload="activations", hardware=replace(BUSY, launch_s=launch_s))
+    assert away.offload == "activations" and away.starts == (0, 4)
 
 
 def test_stages_of_a_rank_do_not_wait_at_once() -> None:

@@ -315,21 +315,21 @@ def test_a_segment_runs_again_once_per_backward_and_again_in_the_next(monkeypatc
     assert_equal(some, first[2:])
 
 
-def test_the_last_value_of_a_segment_is_freed_when_its_last_claim_is_visited() -> None:
+def test_no_value_of_a_segment_stays_for_another_backward() -> None:
     model = blocks(lambda x: x.tanh().sin())
     loss = loss_of(model.forward("full", model.inputs()))
-    frames: list[Any] = []
+    claims: list[Any] = []
     meet = saved_handles.Frame.meet
 
     def noting(frame: Any, claim: Any) -> Tensor:
-        frames.append(frame)
+        claims.append(claim)
         return meet(frame, claim)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_handles.Frame, "meet", noting)
         loss.backward(retain_graph=True)
-    assert len(set(map(id, frames))) == 2
-    assert not any(frame._again for frame in frames)
+    assert len({id(claim.frame) for claim in claims}) == 2
+    assert all(claim.value is None for claim in claims)
 
 
 def test_second_derivatives_pass_through_a_segment() -> None:
