@@ -78,7 +78,10 @@ def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> D
         warnings.simplefilter("ignore")  # the plan that is compared has warned
         found = again(pins, settings.lasting(seconds_until(deadline)).without_reasons())
         context = replace(found.context, settings=settings)
-        return replace(found, context=context) if seconds_of_microbatch(found) < settings.cutoff else None
+        pays_nothing = context.row is None  # such a plan is an answer whatever the cut-off (see `best_within`)
+        return (
+            replace(found, context=context) if pays_nothing or seconds_of_microbatch(found) < settings.cutoff else None
+        )
     return None
 
 

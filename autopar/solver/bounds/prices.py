@@ -33,6 +33,8 @@ WORTHWHILE = 5e-6  # share of the bound that is worth another evaluation at bett
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
 """Choices with weights that add up to one: on average they are within all budgets, and no better average is known."""
+Evaluation = tuple[float, tuple[int, ...] | None]
+"""A bound at some prices, and choices that (nearly) attain it, if any were found."""
 OverElsewhere = Callable[[Mixture], bool]
 """Predicate that is true if a mixture exceeds a budget that is no row of the problems."""
 
@@ -55,7 +57,7 @@ class PricedRows:
         known_bound: float = -math.inf,
         sufficient: float = math.inf,
         near: float = ROUNDING,
-    ) -> tuple[float, tuple[int, ...] | None]:
+    ) -> Evaluation:
         """Return L(λ) or a bound on it, and choices that (nearly) attain it; None if none were found.
 
         Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
@@ -69,9 +71,7 @@ class PricedRows:
         return least - paid - SUM_ROUNDING * (abs(least) + paid), choices
 
     @abstractmethod
-    def least(
-        self, prices: tuple[float, ...], known_bound: float, sufficient: float, near: float
-    ) -> tuple[float, tuple[int, ...] | None]:
+    def least(self, prices: tuple[float, ...], known_bound: float, sufficient: float, near: float) -> Evaluation:
         """Return the same of seconds + prices · bytes."""
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
@@ -113,6 +113,7 @@ def best_prices(
     is_over_elsewhere: OverElsewhere = nowhere,
     known: tuple[int, ...] | None = None,
     roughly: float = ROUGHLY,
+    at_start: Evaluation | None = None,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
@@ -120,7 +121,8 @@ def best_prices(
     better ones could prove less than a `worthwhile` share of `scale` seconds. A bound as high as the `cutoff` ends the
     search. The mixture at prices that are optimal but for a share that is `roughly` is checked against the budgets that
     are not rows. The search ends if it exceeds one: with that row, other prices are optimal. Choices that are `known`
-    to be within all budgets bound what prices prove from the beginning.
+    to be within all budgets bound what prices prove from the beginning. `at_start` is what the first prices give, if
+    that is known.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
@@ -132,9 +134,10 @@ def best_prices(
     for _ in range(MAX_PLANES):
         try:
             sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
-            reached, choices = rows.at(prices, best.bound, sufficient, worthwhile)
+            reached, choices = at_start or rows.at(prices, best.bound, sufficient, worthwhile)
         except TimeLimitError:
             break
+        at_start = None
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
         seconds, row_bytes = rows.cost(choices)
