@@ -343,7 +343,7 @@ class _Search:
             self.gap,
             self.until,
             PRICED_NEAR if self.is_expensive else WORTHWHILE,
-            self.tolerances.cutoff,
+            min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
             self.mix if self.is_expensive else self._exceeds(tuple),
             None if self.best is None else self.presolved.restrict(self.best),
             math.inf if self.is_expensive else ROUGHLY,

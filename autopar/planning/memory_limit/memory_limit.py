@@ -131,6 +131,7 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
                 return free
             if free.bound >= tolerances.cutoff:
                 raise CutOffError(free.bound)
+            moments.begin_with(at_prices[1])
     first = refusal.first_of(moments, limit)
     if first.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(first, deadline))

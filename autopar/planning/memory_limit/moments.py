@@ -49,6 +49,12 @@ class Moments:
         """Return whether choices are within the limit at every moment."""
         return bool(self._bytes_of(choices).max() <= self.limit)
 
+    def begin_with(self, choices: tuple[int, ...]) -> None:
+        """Begin at the fullest moment of choices that exceed the limit, if at no moment that has a row."""
+        taken = self._bytes_of(choices)
+        if (taken[self.numbers] <= self.limit).all():
+            self.numbers = [int(taken.argmax())]
+
     def exceeds(self, mixture: Mixture) -> bool:
         """Give the fullest moment a row, if choices exceed the limit there on average; return whether it is a new one.
 
