@@ -54,9 +54,10 @@ class BestBelow:
 
     def __post_init__(self) -> None:
         self.scale = abs(self.below)
-        self.priced = best_prices(self.rows, self.start, self.scale, self.constant, self.gap, self.deadline)
+        most, at = self.below - self.constant, (self.start, self.scale, self.constant, self.gap, self.deadline)
+        self.priced = best_prices(self.rows, *at, cutoff=most)
         self.best, self.seconds, self.bound = self.priced.choices, self.priced.seconds, self.priced.bound
-        self.most = min(self.seconds, self.below - self.constant)
+        self.most = min(self.seconds, most)
         """Seconds that a solution to be found must not exceed."""
 
     def search(self, is_over_elsewhere: OverElsewhere, fits: Fits) -> Best:

@@ -59,17 +59,15 @@ def solve_ilp(
     problem: Problem,
     time_limit: float,
     hint: Sequence[int] | None = None,
-    by_bytes: bool = False,
     tolerance: float = 0.0,
     rows: Sequence[Problem] = (),
     repeatable: bool = False,
 ) -> IlpResult:
     """Solve with CP-SAT: one worker and a fixed seed, so that the answer is the same every time.
 
-    `hint` is a known solution to start from; `by_bytes` minimises the bytes and leaves the memory row out, in which
-    case the bound is in bytes; `tolerance` is in seconds and ends the search early. `rows` are the same problem with
-    other bytes and budgets, whose memory rows hold as well. With `repeatable` the time limit counts work, in what are
-    about seconds of a quiet machine, so that the search ends at the same place on any.
+    `hint` is a known solution to start from; `tolerance` is in seconds and ends the search early. `rows` are the same
+    problem with other bytes and budgets, whose memory rows hold as well. With `repeatable` the time limit counts work,
+    in what are about seconds of a quiet machine, so that the search ends at the same place on any.
     """
     num_pairs = sum(int(np.count_nonzero(np.isfinite(edge.seconds))) for edge in problem.edges)
     most = MAX_VARIABLES if repeatable else min(MAX_VARIABLES, BUILT_PER_S * time_limit)
@@ -77,15 +75,15 @@ def solve_ilp(
         return IlpResult(None, -math.inf, "timeout")
     deadline = NEVER if repeatable else after(time_limit)
     model = _Model()
-    _choose_one_strategy(model, problem, by_bytes)
-    limited = () if by_bytes else tuple(each for each in (problem, *rows) if each.budget is not None)
+    _choose_one_strategy(model, problem)
+    limited = tuple(each for each in (problem, *rows) if each.budget is not None)
     try:
-        _tie_pairs_to_strategies(model, problem, by_bytes, limited, deadline)
+        _tie_pairs_to_strategies(model, problem, limited, deadline)
     except TimeLimitError:
         return IlpResult(None, -math.inf, "timeout")
     for number, each in enumerate(limited):
         _limit_memory(model, each, number)
-    unit = _minimise(model, by_bytes)
+    unit = _minimise(model)
     for node, choice in enumerate(hint or ()):
         for strategy, variable in model.strategies[node].items():
             model.cp.add_hint(variable, strategy == choice)
@@ -134,28 +132,26 @@ def until_interrupted(solve: Callable[[], S], stop: Callable[[], object]) -> S:
         return status.result()
 
 
-def _choose_one_strategy(model: _Model, problem: Problem, by_bytes: bool) -> None:
+def _choose_one_strategy(model: _Model, problem: Problem) -> None:
     """State Σ_i s_vi = 1."""
     for node in problem.nodes:
         allowed = np.flatnonzero(np.isfinite(node.seconds))
-        costs = node.num_bytes.astype(np.float64) if by_bytes else node.seconds
         variables = {int(i): model.cp.new_bool_var("") for i in allowed}
         model.strategies.append(variables)
         model.cp.add_exactly_one(variables.values())
-        least = float(costs[allowed].min()) if len(allowed) else 0.0
+        seconds = node.seconds
+        least = float(seconds[allowed].min()) if len(allowed) else 0.0
         model.constant += least
-        model.terms += [(float(costs[i]) - least, s) for i, s in variables.items() if costs[i] > least]
+        model.terms += [(float(seconds[i]) - least, s) for i, s in variables.items() if seconds[i] > least]
 
 
-def _tie_pairs_to_strategies(
-    model: _Model, problem: Problem, by_bytes: bool, limited: Sequence[Problem], deadline: float
-) -> None:
+def _tie_pairs_to_strategies(model: _Model, problem: Problem, limited: Sequence[Problem], deadline: float) -> None:
     """State Σ_j e_uvij = s_ui and Σ_i e_uvij = s_vj, likewise for three ends; `limited` have memory rows.
 
     TimeLimitError where that takes until the deadline.
     """
     for number, edge in enumerate(problem.edges):
-        costs = np.where(np.isfinite(edge.seconds), _bytes_of(edge), np.inf) if by_bytes else edge.seconds
+        costs = edge.seconds
         byte_terms = [_bytes_of(each.edges[number]) for each in limited]
         if edge.is_loop:
             _price_loop(
@@ -228,10 +224,10 @@ def _limit_memory(model: _Model, problem: Problem, row: int) -> None:
     model.cp.add(cp_model.LinearExpr.weighted_sum(variables_, weights) <= budget // unit)
 
 
-def _minimise(model: _Model, by_bytes: bool) -> float:
-    """Set the objective in whole units; returns the unit, in seconds (or bytes)."""
+def _minimise(model: _Model) -> float:
+    """Set the objective in whole units; returns the unit, in seconds."""
     largest = max((abs(cost) for cost, _ in model.terms), default=0.0)
-    unit = 1.0 if by_bytes else largest / 2**COST_BITS or 1.0
+    unit = largest / 2**COST_BITS or 1.0
     weights = [math.floor(cost / unit) for cost, _ in model.terms]
     model.cp.minimize(cp_model.LinearExpr.weighted_sum([variable for _, variable in model.terms], weights))
     return unit

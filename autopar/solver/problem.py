@@ -130,19 +130,18 @@ class Parts:
         ends: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
         edges: dict[tuple[int, ...], list[int]] = defaultdict(list)
         arrays: dict[tuple[int, ...], tuple[Floats, list[Integers | None]]] = {}
-        first, *others = problems
-        for number, (node, *more) in enumerate(zip(first.nodes, *(each.nodes for each in others), strict=True)):
-            byte_arrays = [node.num_bytes, *[each.num_bytes for each in more]]
-            key = id(node.seconds), 1, *map(id, byte_arrays)
-            ends[key].append((number,))
-            edges[key].append(-1)
-            arrays[key] = node.seconds, byte_arrays
-        for number, (edge, *more) in enumerate(zip(first.edges, *(each.edges for each in others), strict=True)):
-            of_rows = [edge.num_bytes, *[each.num_bytes for each in more]]
-            key = id(edge.seconds), len(edge.ends), *map(id, of_rows)
-            ends[key].append(edge.ends)
+
+        def add(parts: Sequence[Node | Edge], at: tuple[int, ...], number: int) -> None:
+            seconds, of_rows = parts[0].seconds, [each.num_bytes for each in parts]
+            key = id(seconds), len(at), *map(id, of_rows)
+            ends[key].append(at)
             edges[key].append(number)
-            arrays[key] = edge.seconds, of_rows
+            arrays[key] = seconds, of_rows
+
+        for number, nodes in enumerate(zip(*(each.nodes for each in problems), strict=True)):
+            add(nodes, (number,), -1)
+        for number, some in enumerate(zip(*(each.edges for each in problems), strict=True)):
+            add(some, some[0].ends, number)
         self._alike = []
         holds: dict[int, bool] = {}
         for key, (seconds, of_each) in arrays.items():
@@ -278,8 +277,6 @@ class Solution:
     """Method that produced it, for reports: "elimination", "messages", "prices + counts" or "ilp"."""
     multiplier: float = 0.0
     """The price of memory, in seconds per byte, at which one evaluation proves (most of) the bound."""
-    smaller: tuple[tuple[int, ...], ...] = ()
-    """Other choices that fit and cost little more, each of fewer bytes than the one before; of some solvers alone."""
 
     def __post_init__(self) -> None:
         assert self.bound <= self.seconds, f"bound {self.bound} lies above the solution's {self.seconds} s"

@@ -33,6 +33,7 @@ from autopar.solver.bounds.prices import (
     ROUGHLY,
     WORTHWHILE,
     BestPrices,
+    Evaluation,
     Mixture,
     OverElsewhere,
     best_prices,
@@ -108,16 +109,17 @@ def search(
     prices: Sequence[float] = (),
     gives_up: float = math.inf,
     known: tuple[int, ...] | None = None,
+    at_prices: Evaluation | None = None,
 ) -> Found:
     """Return the best choices within all budgets of a source, as far as they are found by the deadline.
 
     `prices` of its rows (in seconds per byte) are near those of the answer, if any are known. The search ends with
     nothing at `gives_up`, a moment before the deadline, if no choices are found by then. `known` are choices that are
-    within all budgets. TimeLimitError if there is no time to begin.
+    within all budgets, `at_prices` what the prices give, if that is known. TimeLimitError if there is no time to begin.
     """
     state = _Search(source, deadline, tolerances, tuple(prices), gives_up, known)
     try:
-        state.price()
+        state.price(at_prices)
         while not state.widen():
             if not (state.reprice() or state.sweep_on()):
                 state.by_ilp()
@@ -189,16 +191,22 @@ class _Search:
         """Time at which the search ends, if nothing better is found."""
         return self.deadline if self.best is not None else min(self.gives_up, self.deadline)
 
-    def price(self) -> None:
-        """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows."""
+    def price(self, evaluation: Evaluation | None = None) -> None:
+        """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows.
+
+        `evaluation` is what the first prices give, if that is known; its choices are those of the original problem.
+        """
         is_free = all(each.budget is None for each in self.presolved.problems)
-        reached, choices = self.whole.at(self.at, near=ROUNDING if is_free else PRICED_NEAR)
-        self.bound = max(self.bound, reached)
-        self.note(choices)
+        if evaluation is None or evaluation[1] is None:
+            evaluation = self.whole.at(self.at, near=self.gap if is_free else PRICED_NEAR)
+        else:
+            evaluation = evaluation[0], self.presolved.restrict(evaluation[1])
+        self.bound = max(self.bound, evaluation[0])
+        self.note(evaluation[1])
         if is_free:
             return
         while not self.is_done():
-            found = self._best_prices()
+            found, evaluation = self._best_prices(evaluation), None
             self.at, self.prices = found.prices, self._of_all_rows(found.prices)
             self.bound = max(self.bound, found.bound)
             if not found.is_over_elsewhere:
@@ -326,7 +334,7 @@ class _Search:
                 return found
             prices = self._of_all_rows(found.prices)
 
-    def _best_prices(self) -> BestPrices:
+    def _best_prices(self, evaluation: Evaluation | None) -> BestPrices:
         return best_prices(
             self.whole,
             self.at,
@@ -335,10 +343,11 @@ class _Search:
             self.gap,
             self.until,
             PRICED_NEAR if self.is_expensive else WORTHWHILE,
-            self.tolerances.cutoff,
+            min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
             self.mix if self.is_expensive else self._exceeds(tuple),
             None if self.best is None else self.presolved.restrict(self.best),
             math.inf if self.is_expensive else ROUGHLY,
+            evaluation,
         )
 
     def _exceeds(self, extend: Callable[[Sequence[int]], tuple[int, ...]]) -> OverElsewhere:

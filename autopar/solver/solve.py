@@ -10,10 +10,11 @@ import math
 from contextlib import suppress
 from typing import Literal
 
+from autopar.console.units import format_bytes
 from autopar.errors import InfeasibleError, PlanError, TimeLimitError
 from autopar.solver.deadline import after, nothing_found, seconds_until
 from autopar.solver.ilp import solve_ilp
-from autopar.solver.infeasibility import MemoryLimitError, describe_conflict, is_feasible
+from autopar.solver.infeasibility import describe_conflict, is_feasible
 from autopar.solver.oracles import lower_bound
 from autopar.solver.problem import Problem, Solution
 from autopar.solver.search import Stated, search
@@ -54,7 +55,11 @@ def solve(
     if choices is None and bound == math.inf:
         if problem.budget is None or not is_feasible(problem):
             raise InfeasibleError(describe_conflict(problem, deadline))
-        raise MemoryLimitError(problem, deadline)
+        least = max(round(lower_bound(problem.in_bytes(), 0.0)), problem.budget + 1)
+        raise InfeasibleError(
+            f"the memory limit is {format_bytes(problem.budget)} ({problem.budget} bytes), but every choice needs at "
+            f"least {format_bytes(least)} ({least} bytes). Raise the limit."
+        )
     if choices is None:
         raise TimeLimitError(nothing_found())
     seconds, num_bytes = problem.cost_of(choices)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solver import infeasibility
 from autopar.solver.elimination import bucket_elimination as buckets
-from autopar.solver.infeasibility import Conflict, MemoryLimitError, describe_conflict, find_conflict, freed
+from autopar.solver.infeasibility import conflict_with_limit, describe_conflict, freed, is_feasible
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import RemainingProblem
@@ -58,71 +58,39 @@ def _least(problem: Problem) -> float:
 seeds = st.integers(0, 2**32 - 1)
 
 
-def test_the_pin_that_takes_the_room_is_named_with_what_dropping_it_gives() -> None:
+def test_the_pin_that_takes_the_room_is_found() -> None:
     problem = Problem((_pinned("up", 0), _pinned("down", None), _pinned("gate", 1)), (), 8 * GB)
-    with pytest.raises(InfeasibleError) as caught:
+    assert conflict_with_limit(problem) == (0,)
+    with pytest.raises(InfeasibleError, match=r"limit is 8.00 GB .* every choice needs at least 11.00 GB"):
         solve(problem)
-    assert str(caught.value) == (
-        "the memory limit is 8.00 GB (8000000000 bytes) per device, but every choice needs at least 11.00 GB "
-        "(11000000000 bytes): without the pin on 'up' the least is 3.00 GB. "
-        "Raise the limit, use more devices, or loosen one of these pins."
-    )
 
 
-def test_a_limit_that_is_too_low_without_any_pin_says_so() -> None:
-    with pytest.raises(MemoryLimitError, match=r"at least 2.00 GB .* whatever is pinned. Raise the limit"):
-        solve(Problem((_pinned("up", None), _pinned("down", 1)), (), GB))
-
-
-def test_pins_beyond_the_named_ones_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infeasibility, "MAX_NAMED", 1)
-    with pytest.raises(MemoryLimitError, match=r"the pin on 'a' the least is 10.00 GB \(1 more pins take part\)"):
-        solve(Problem((_pinned("a", 0), _pinned("b", 0)), (), 17 * GB))
-
-
-def test_the_reason_is_worked_out_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[Problem] = []
-
-    def noted(problem: Problem, deadline: float) -> Conflict:
-        requested.append(problem)
-        return find_conflict(problem, deadline)
-
-    monkeypatch.setattr(infeasibility, "find_conflict", noted)
-    with pytest.raises(MemoryLimitError) as caught:
-        solve(Problem((_pinned("up", 0),), (), GB))
-    assert not requested
-    assert str(caught.value) == str(caught.value)
-    assert len(requested) == 1 and caught.value.conflict.nodes == (0,)
+def test_a_limit_that_is_too_low_conflicts_with_no_pin() -> None:
+    assert conflict_with_limit(Problem((_pinned("up", None), _pinned("down", 1)), (), GB)) == ()
 
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, budget=st.integers(0, 60))
-def test_a_shortage_is_minimal_and_its_numbers_equal_brute_force(seed: int, budget: int) -> None:
+def test_a_shortage_is_minimal(seed: int, budget: int) -> None:
     problem = _random_problem(np.random.default_rng(seed), 4, budget)
-    least = _least(problem)
-    if least <= budget:
+    if not budget < _least(problem) < math.inf:
         return
-    found = find_conflict(problem)
-    pinned = {i for i, node in enumerate(problem.nodes) if not np.isfinite(node.seconds).all()}
-    assert (found.needs_memory, found.least_bytes, found.is_minimal) == (True, least, True)
-    assert _least(freed(problem, found.nodes)) > budget
-    for node in found.nodes:
-        assert _least(freed(problem, sorted(set(found.nodes) - {node}))) <= budget
-        assert found.least_without[node] == _least(freed(problem, sorted(pinned - {node})))
-    assert set(found.frees(budget)) == {n for n, b in found.least_without.items() if b is not None and b <= budget}
+    found = conflict_with_limit(problem)
+    assert _least(freed(problem, found)) > budget
+    for node in found:
+        assert _least(freed(problem, sorted(set(found) - {node}))) <= budget
 
 
 def test_with_few_questions_the_set_still_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infeasibility, "MAX_QUESTIONS", 1)
-    found = find_conflict(Problem(tuple(_pinned(name, int(name != "b")) for name in "abcd"), (), 9 * GB))
-    assert not found.is_minimal and found.nodes == (0, 1, 2, 3)
+    problem = Problem(tuple(_pinned(name, int(name != "b")) for name in "abcd"), (), 9 * GB)
+    assert conflict_with_limit(problem) == (0, 1, 2, 3)
 
 
-def test_pins_that_contradict_each_other_need_no_memory() -> None:
+def test_pins_that_contradict_each_other_are_named_though_there_is_a_limit() -> None:
     same = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
-    found = find_conflict(Problem((_pinned("a", 0), _pinned("b", 1)), (Edge((0, 1), same),)))
-    assert (found.nodes, found.needs_memory, found.least_bytes) == ((0, 1), False, None)
-    assert found.least_without == {0: 2 * GB, 1: 18 * GB} and found.frees(3 * GB) == (0,)
+    with pytest.raises(InfeasibleError, match="the edge between 'a' and 'b' forbids every pair"):
+        solve(Problem((_pinned("a", 0), _pinned("b", 1)), (Edge((0, 1), same),), GB))
 
 
 def test_of_many_pins_that_may_conflict_the_first_are_named() -> None:
@@ -134,8 +102,10 @@ def test_of_many_pins_that_may_conflict_the_first_are_named() -> None:
 
 def test_a_graph_too_wide_for_elimination_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "MAX_BYTES", -1)
-    with pytest.raises(MemoryLimitError, match=r"without the pin on 'up' the least is 3.00 GB"):
-        solve(Problem((_pinned("up", 0), _pinned("down", None), _pinned("gate", 1)), (), 8 * GB))
+    problem = Problem((_pinned("up", 0), _pinned("down", None), _pinned("gate", 1)), (), 8 * GB)
+    assert conflict_with_limit(problem) == (0,) and is_feasible(problem)
+    same = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
+    assert not is_feasible(Problem((_pinned("a", 0), _pinned("b", 1)), (Edge((0, 1), same),)))
 
 
 @settings(deadline=None, max_examples=60)

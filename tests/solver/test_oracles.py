@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.solver import oracles
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import EliminationOracle
-from autopar.solver.presolve.reduced_cost_fixing import remaining, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
 from tests.solver.random_problems import brute_force, layered_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -26,7 +26,7 @@ def test_of_several_rows_is_left_what_is_left_of_each(seed: int, margin: float) 
     assert whole is not None
     near = whole.reduced_costs((0.02, 0.0, 0.01), margin)
     for together, problem in zip(remaining_of_each(problems, near, margin), problems, strict=True):
-        alone = remaining(problem, near, margin)
+        alone = remaining_of_each((problem,), near, margin)[0]
         assert (together.constant, together.undecided) == (alone.constant, alone.undecided)
         for one, other in zip(alone.problem.edges, together.problem.edges, strict=True):
             assert one.ends == other.ends and np.array_equal(one.seconds, other.seconds)

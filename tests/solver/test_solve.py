@@ -24,7 +24,7 @@ from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.elimination.min_marginals import reduced_costs
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
 from autopar.solver.presolve.pruning import prune
-from autopar.solver.presolve.reduced_cost_fixing import remaining
+from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
 from autopar.solver.problem import Edge, Node, Parts, Problem
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem
@@ -184,7 +184,7 @@ def test_every_choice_below_the_limit_remains_with_its_cost(
     evaluated = evaluate(elimination, tables.weighted(0.0))
     found = reduced_costs(pruned, elimination, tables, evaluated, limit)
     limited = Problem(pruned.nodes, pruned.edges, budget)
-    left = remaining(limited, found, limit)
+    left = remaining_of_each((limited,), found, limit)[0]
     good = {choices for seconds, choices in _feasible(limited) if seconds <= min(costs) + limit - CLOSE / 2}
     if left.constant == np.inf:
         assert not good

@@ -27,13 +27,12 @@ from autopar.planning.memory_limit.answers import choices_and_modes, row_of
 from autopar.planning.memory_limit.moments import MAX_ROWS
 from autopar.solver.bounds.prices import MAX_PLANES
 from autopar.solver.deadline import NEVER, is_over, seconds_until
-from autopar.solver.elimination.bucket_elimination import narrow_elimination
-from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.evaluation import evaluate
-from autopar.solver.elimination.min_marginals import ReducedCosts, reduced_costs
+from autopar.solver.elimination.bucket_elimination import EXPENSIVE_WORK
+from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.ilp import SMALL_ILP, solve_ilp
-from autopar.solver.presolve.reduced_cost_fixing import remaining
-from autopar.solver.problem import Edge, Node, Problem, Solution
+from autopar.solver.oracles import EliminationOracle, constant_of
+from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
+from autopar.solver.problem import Problem, Solution
 from autopar.solver.solve import solve
 from autopar.solver.tolerances import EFFORT, without_warnings
 
@@ -85,36 +84,7 @@ def least_peak(
     return LeastPeak(choices, chosen, search.best, min(search.least, search.best), search.weights)
 
 
-class _Visited:
-    """Bytes at every moment of the visited plans, and the moments that were the fullest of some plan."""
-
-    def __init__(self) -> None:
-        self.taken: list[np.ndarray] = []
-        self.moments: list[int] = []
-
-    def meet(self, taken: np.ndarray) -> None:
-        """Note what a plan takes at every moment."""
-        fullest = int(taken.argmax())
-        if fullest not in self.moments:
-            self.moments.append(fullest)
-        self.taken.append(taken)
-
-    def heaviest(self) -> MemoryRow:
-        """Return the sum of moments, with weights in parts, of which the least that a plan takes is the most."""
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        assert solver is not None
-        scale = float(max(taken.max() for taken in self.taken))
-        weights = [solver.NumVar(0.0, 1.0, "") for _ in self.moments]
-        least = solver.NumVar(0.0, solver.infinity(), "")
-        solver.Add(sum(weights) == 1)
-        for taken in self.taken:
-            solver.Add(least <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
-        solver.Maximize(least)
-        solver.Solve()
-        return row_of({moment: each.solution_value() for moment, each in zip(self.moments, weights, strict=True)})
-
-
-class _Search(_Visited):
+class _Search:
     def __init__(
         self,
         formulation: Formulation,
@@ -122,13 +92,16 @@ class _Search(_Visited):
         modes: Mapping[str, str] | None,
         deadline: float,
         sufficient: int,
-        is_brief: bool = False,
+        is_brief: bool,
     ) -> None:
-        super().__init__()
         self.formulation, self.pins, self.modes = formulation, pins, modes
         self.deadline, self.sufficient, self.is_brief = deadline, sufficient, is_brief
         self.points: list[tuple[int, ...]] = []
         """Visited choices, of decisions and segments."""
+        self.taken: list[np.ndarray] = []
+        """Their bytes at every moment."""
+        self.moments: list[int] = []
+        """Moments that were the fullest of some point."""
         self.best, self.best_point = 2**62, -1
         self.least, self.weights = 0, MemoryRow(())
         """The best bound, and the weights that prove it."""
@@ -164,25 +137,40 @@ class _Search(_Visited):
                 weighted, *stated = self.formulation.problems(self.pins, rows, smaller, self.modes)
                 weighted = weighted.in_bytes()
                 before, priced = priced, [(edge.ends, edge.seconds.shape) for edge in weighted.edges]
-                found = found if priced == before else None  # further rows may state more edges by mode
-                found = found or _reduced_costs_of(weighted, open_bytes, self.deadline)
+                if found is None or priced != before:  # further rows may state more edges by mode
+                    oracle = EliminationOracle.of((weighted,), self.deadline, EXPENSIVE_WORK)
+                    found = None if oracle is None else oracle.reduced_costs((0.0,), open_bytes)
             except TimeLimitError:
                 return
             if found is None:
                 return
-            left = [remaining(_with_bytes(weighted, each), found, open_bytes) for each in stated]
-            if any(math.isinf(each.constant) for each in left):
+            left = remaining_of_each((weighted, *stated), found, open_bytes)
+            if math.isinf(constant_of(left)):
                 self.least = self.best
                 return
-            problems = [each.problem for each in left]
-            if sum(edge.seconds.size for edge in problems[0].edges) > SMALL_ILP:
+            first, *limited = [each.problem for each in left]
+            if sum(edge.seconds.size for edge in first.edges) > SMALL_ILP:
                 return
-            result = solve_ilp(problems[0], EFFORT, rows=problems[1:], repeatable=True)
+            result = solve_ilp(first, EFFORT, rows=limited, repeatable=True)
             if result.status == "infeasible":
                 self.least = self.best
             if result.choices is None:
                 return
             self.meet_point(left[0].extend(result.choices))
+
+    def heaviest(self) -> MemoryRow:
+        """Return the sum of moments, with weights in parts, of which the least that a plan takes is the most."""
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        assert solver is not None
+        scale = float(max(taken.max() for taken in self.taken))
+        weights = [solver.NumVar(0.0, 1.0, "") for _ in self.moments]
+        least = solver.NumVar(0.0, solver.infinity(), "")
+        solver.Add(sum(weights) == 1)
+        for taken in self.taken:
+            solver.Add(least <= sum(w * (float(taken[m]) / scale) for w, m in zip(weights, self.moments, strict=True)))
+        solver.Maximize(least)
+        solver.Solve()
+        return row_of({moment: each.solution_value() for moment, each in zip(self.moments, weights, strict=True)})
 
     def is_done(self) -> bool:
         """Return whether the search may stop.
@@ -196,29 +184,15 @@ class _Search(_Visited):
     def meet_point(self, point: tuple[int, ...]) -> None:
         """Note what choices take."""
         taken = bytes_by_moment(self.formulation.memory, *choices_and_modes(point, self.formulation, self.modes))
-        self.meet(taken)
-        if taken.max() < self.best:
-            self.best, self.best_point = int(taken.max()), len(self.points)
+        fullest = int(taken.argmax())
+        if fullest not in self.moments:
+            self.moments.append(fullest)
+        if taken[fullest] < self.best:
+            self.best, self.best_point = int(taken[fullest]), len(self.points)
         self.points.append(point)
+        self.taken.append(taken)
 
 
 def _solved(problem: Problem, deadline: float) -> Solution:
     with without_warnings():  # the answer says it
         return solve(problem, time_limit=seconds_until(deadline))
-
-
-def _reduced_costs_of(problem: Problem, margin: float, deadline: float) -> ReducedCosts | None:
-    """Return the reduced cost of each choice, up to a margin; None if the graph's treewidth is too high."""
-    tables = Tables(problem)
-    elimination = narrow_elimination(problem, tables)
-    if elimination is None:
-        return None
-    evaluated = evaluate(elimination, tables.weighted(0.0), deadline)
-    return reduced_costs(problem, elimination, tables, evaluated, margin, deadline)
-
-
-def _with_bytes(problem: Problem, other: Problem) -> Problem:
-    """Return the problem with the bytes and the budget of another that has the same nodes and edges."""
-    nodes = (Node(n.name, n.seconds, o.num_bytes) for n, o in zip(problem.nodes, other.nodes, strict=True))
-    edges = (Edge(e.ends, e.seconds, o.num_bytes) for e, o in zip(problem.edges, other.edges, strict=True))
-    return Problem(tuple(nodes), tuple(edges), other.budget)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -31,14 +32,16 @@ from autopar.planning.memory_limit.answers import (
 )
 from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import Modes, Refusal
+from autopar.planning.options.groups import Solver
 from autopar.planning.settings import Settings
+from autopar.solver.bounds.prices import Evaluation
 from autopar.solver.deadline import ENDING, NEVER, after, grace, is_over, seconds_until, until, why_over
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import describe_conflict
 from autopar.solver.problem import Problem
 from autopar.solver.search import Found, RowSource, search
 from autopar.solver.solve import solve
-from autopar.solver.tolerances import Tolerances
+from autopar.solver.tolerances import Tolerances, without_warnings
 
 FEW_CALLS = 256  # calls of a model whose plan is proven to the end
 STOP_GAP = 1e-3  # relative optimality gap at which an expensive search stops by default
@@ -66,7 +69,7 @@ def best_within(formulation: Formulation, pins: Pins, settings: Settings) -> Ans
     modes = settings.modes(formulation.memory.lifetimes.segments)
     with refusal.naming_pins():
         if limit is None or not formulation.memory.lifetimes.calls:
-            return _without_a_limit(formulation, pins, modes, settings, deadline)
+            return _without_a_limit(formulation, pins, modes, options.solver, options.gap or 0.0, deadline)
         found = _within(refusal, limit, modes, tolerances, options.solver)
     if share(found) > max(stop_gap, options.gap or 0.0):
         why = f"{why_over()}: " if is_over(deadline) else ""
@@ -79,16 +82,15 @@ def best_within(formulation: Formulation, pins: Pins, settings: Settings) -> Ans
 
 
 def _without_a_limit(
-    formulation: Formulation, pins: Pins, modes: Modes | None, settings: Settings, deadline: float
+    formulation: Formulation, pins: Pins, modes: Modes | None, solver: Solver, gap: float, deadline: float
 ) -> Answer:
     """Return the best without a limit; nothing is computed again that need not be."""
     forced = None if modes is None or not all(modes.values()) else modes
     cached = formulation.without_a_limit
-    key = None if forced is None else tuple(forced.items()), pinned_by(pins)
+    key = None if forced is None else tuple(forced.items()), pinned_by(pins), gap
     if key not in cached:
         problem = formulation.problem(pins, modes=forced)
-        left = max(seconds_until(deadline), grace())
-        found = solve(problem, solver=settings.search.solver, time_limit=left, gap=settings.search.gap or 0.0)
+        found = solve(problem, solver=solver, time_limit=max(seconds_until(deadline), grace()), gap=gap)
         choices, chosen = choices_and_modes(found.choices, formulation, forced)
         answer = Answer(choices, chosen, found.seconds, found.bound, found.solver, found.multiplier, problem)
         if is_over(deadline):
@@ -97,9 +99,14 @@ def _without_a_limit(
     return cached[key]
 
 
-def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Tolerances, solver: str) -> Answer:
-    """Return the best within a limit that is found in time."""
+def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Tolerances, solver: Solver) -> Answer:
+    """Return the best within a limit that is found in time.
+
+    Where nothing is known of prices, the best without a limit comes first. Its problem is smaller, without modes and
+    bytes. What it takes is proven at no price of memory.
+    """
     formulation, pins, deadline = refusal.formulation, refusal.pins, refusal.deadline
+    gives_up = deadline - HALF * seconds_until(deadline)
     last = len(formulation.memory.lifetimes.calls) - 1
     prices = {last: 0.0}
     if (near := formulation.near) is not None and formulation.incumbent is not None:
@@ -114,16 +121,25 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
     def taken(choices: tuple[int, ...]) -> np.ndarray:
         return bytes_by_moment(formulation.memory, *choices_and_modes(choices, formulation, modes))
 
-    moments = Moments(state, taken, limit, list(prices))
+    moments, at_prices = Moments(state, taken, limit, list(prices)), None
+    if solver != "ilp" and not any(prices.values()):
+        with without_warnings(), suppress(TimeLimitError):
+            free = _without_a_limit(formulation, pins, modes, solver, tolerances.expensive, gives_up)
+            free = replace(free, modes=free.modes or dict.fromkeys(modes or (), MODES[0]))
+            at_prices = free.bound, choices_of_nodes(free.choices, free.modes.values())
+            if moments.is_within(at_prices[1]):
+                return free
+            if free.bound >= tolerances.cutoff:
+                raise CutOffError(free.bound)
+            moments.begin_with(at_prices[1])
     first = refusal.first_of(moments, limit)
     if first.forbidden_node is not None:
         raise InfeasibleError(describe_conflict(first, deadline))
-    gives_up = deadline - HALF * seconds_until(deadline)
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
         begun = _begun(first, _incumbent(formulation, moments, modes), tuple(prices.values()))
-        found = _searched(moments, begun, deadline, tolerances, gives_up)
+        found = _searched(moments, begun, deadline, tolerances, gives_up, at_prices)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)
@@ -152,11 +168,16 @@ def _begun(problem: Problem, choices: tuple[int, ...] | None, prices: tuple[floa
 
 
 def _searched(
-    source: RowSource, begun: Found, deadline: float, tolerances: Tolerances, gives_up: float = math.inf
+    source: RowSource,
+    begun: Found,
+    deadline: float,
+    tolerances: Tolerances,
+    gives_up: float = math.inf,
+    at_prices: Evaluation | None = None,
 ) -> Found:
     """Return what a search finds that begins at what is known, and that if there is no time to begin."""
     try:
-        return search(source, deadline, tolerances, begun.prices, gives_up, begun.choices)
+        return search(source, deadline, tolerances, begun.prices, gives_up, begun.choices, at_prices)
     except TimeLimitError:
         return begun
 

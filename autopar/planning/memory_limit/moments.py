@@ -40,11 +40,20 @@ class Moments:
 
     def fits(self, choices: tuple[int, ...]) -> bool:
         """Return whether choices are within the limit at every moment; if not, the fullest gets a row."""
-        taken = self._bytes_of(choices)
-        if taken.max() <= self.limit:
+        if self.is_within(choices):
             return True
-        self._add(int(taken.argmax()))
+        self._add(int(self._bytes_of(choices).argmax()))
         return False
+
+    def is_within(self, choices: tuple[int, ...]) -> bool:
+        """Return whether choices are within the limit at every moment."""
+        return bool(self._bytes_of(choices).max() <= self.limit)
+
+    def begin_with(self, choices: tuple[int, ...]) -> None:
+        """Begin at the fullest moment of choices that exceed the limit, if at no moment that has a row."""
+        taken = self._bytes_of(choices)
+        if (taken[self.numbers] <= self.limit).all():
+            self.numbers = [int(taken.argmax())]
 
     def exceeds(self, mixture: Mixture) -> bool:
         """Give the fullest moment a row, if choices exceed the limit there on average; return whether it is a new one.

@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.least_peak import LeastPeak, least_peak
 from autopar.solver.deadline import grace, is_over, moment_in, until, why_over
-from autopar.solver.infeasibility import MAX_NAMED, Conflict, describe_conflict, find_conflict
+from autopar.solver.infeasibility import MAX_NAMED, conflict_with_limit, describe_conflict
 from autopar.solver.problem import Problem
 from autopar.solver.search import RowSource
 
@@ -67,7 +67,7 @@ class Refusal:
         whole, pins = self.formulation.widened(self.pins)
         conflict = self._conflict(whole, pins, limit, modes, smallest)
         # Modes that segments may not have are no pins.
-        pinned = None if conflict is None else tuple(node for node in conflict.nodes if node in pins)
+        pinned = None if conflict is None else tuple(node for node in conflict if node in pins)
         if not pins or pinned == ():
             return f"{start}, whatever is pinned. Raise the limit, or use more devices."
         if not pinned:
@@ -88,12 +88,12 @@ class Refusal:
 
     def _conflict(
         self, whole: Formulation, pins: Pins, limit: int, modes: Modes | None, smallest: LeastPeak
-    ) -> Conflict | None:
-        """Return the pins that conflict with the limit; None if there are none, or that is not proven."""
+    ) -> tuple[int, ...] | None:
+        """Return the nodes whose pins conflict with the limit; None if there are none, or that is not proven."""
         if not pins or smallest.bound <= limit or is_large(whole.space):
             return None
         with suppress(TimeLimitError), until(self._until):
-            return find_conflict(whole.problem(pins, smallest.weights, limit, modes), self.deadline)
+            return conflict_with_limit(whole.problem(pins, smallest.weights, limit, modes), self.deadline)
         return None
 
     def first_of(self, source: RowSource, limit: int) -> Problem:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.deadline import NEVER
-from autopar.solver.elimination.bucket_elimination import Bucket, Elimination, EliminationStep
+from autopar.solver.elimination.bucket_elimination import Bucket, Elimination, EliminationStep, bag_of
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.evaluation import bag_sum, evaluate
+from autopar.solver.elimination.evaluation import bag_sum
 from autopar.solver.problem import Floats, Problem
 
 MAX_BAG = 6_000_000  # entries of a bag
@@ -45,22 +44,6 @@ class Core:
     """Messages of parts of which no node is left."""
     elimination: Elimination
     """Elimination of the other nodes; its messages are numbered after the tables of the problem."""
-
-    def extend(self, choices: list[int], tables: Sequence[Floats]) -> None:
-        """Fill in the best choices of the other nodes, given those of the core and all tables (`evaluated`)."""
-        best: dict[tuple[int, ...], int] = {}  # equal layers choose alike
-        for bucket in reversed(self.elimination.buckets):
-            given = (bucket.step, *[choices[other] for other in bucket.bag[1:]])
-            if given not in best:
-                row: Floats | float = 0.0
-                for table, axes in self.elimination.steps[bucket.step].inputs:
-                    row = row + tables[table][tuple(given[axis] if axis else slice(None) for axis in axes)]
-                best[given] = int(np.argmin(row))
-            choices[bucket.bag[0]] = best[given]
-
-    def evaluated(self, tables: Sequence[Floats], deadline: float = NEVER) -> list[Floats]:
-        """Return the tables of the problem, and the messages."""
-        return evaluate(self.elimination, tables, deadline)
 
     def spread(self, reached: list[Floats], tables: Sequence[Floats], most: float, bound: float) -> None:
         """Fill in, for each strategy of the other nodes, a bound on the choices that take it.
@@ -149,11 +132,7 @@ class _Shrinking:
 
     def _eliminate(self, node: int) -> list[int]:
         factors = [self.factors[factor] for factor in self.at[node]]
-        bag = tuple(dict.fromkeys((node, *(member for _, scope in factors for member in scope))))
-        axis = {member: number for number, member in enumerate(bag)}
-        inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors]
-        inputs.sort(key=lambda entry: math.prod(self.sizes[bag[a]] for a in entry[1]))
-        step = EliminationStep(tuple(self.sizes[member] for member in bag), tuple(inputs))
+        bag, step = bag_of(node, factors, self.sizes)
         number = self.steps.setdefault(step, len(self.steps))
         self.buckets.append(Bucket(bag, number, ()))
         for factor in self.at.pop(node):

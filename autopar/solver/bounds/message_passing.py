@@ -27,6 +27,7 @@ from autopar.solver.bounds.core import core_of
 from autopar.solver.bounds.domains import Domains
 from autopar.solver.deadline import NEVER, check
 from autopar.solver.elimination.distinct_tables import Tables
+from autopar.solver.elimination.evaluation import evaluate, fill_in
 from autopar.solver.problem import Floats, Problem
 
 
@@ -91,7 +92,7 @@ class MessagePassing:
 
     def at(self, *prices: float) -> None:
         """Go on at other prices, one for each row: messages stay, and are as good a start as the prices are near."""
-        self._evaluated = self._core.evaluated(self._tables.weighted(*prices), self.deadline)
+        self._evaluated = evaluate(self._core.elimination, self._tables.weighted(*prices), self.deadline)
         self._constant = sum(float(self._evaluated[table]) for table in self._core.constants)
         for node, tables in zip(self._core.nodes, self._core.own, strict=True):
             own = sum((self._evaluated[table] for table in tables[1:]), self._evaluated[tables[0]])
@@ -126,7 +127,7 @@ class MessagePassing:
         """
         assert self._visited is not None, "no choices are allowed that were read off"
         found = list(self._visited)
-        self._core.extend(found, self._evaluated)
+        fill_in(self._core.elimination, found, self._evaluated)
         return tuple(found)
 
     def _cost_of(self, choices: Sequence[int]) -> float:

@@ -24,7 +24,7 @@ from autopar.solver.tolerances import ROUNDING, SUM_ROUNDING, is_closed
 UNLIMITED = 2.0**62  # bytes
 MAX_PLANES = 60  # evaluations in search of prices, or of weights of moments
 NEARER = 0.5  # share of the way from the best prices to those that are best against all visited solutions
-BOX = 16.0  # times the prices to begin with: further ones are not looked at
+BOX = 16.0  # times the prices to begin with: further ones are only looked at where half of that is too low
 LEAST_BOX = 0.1  # least price of all memory, relative to the bound
 PATIENCE = 3  # evaluations or sweeps in a row that prove no more
 ROUGHLY = 5e-3  # largest gain of better prices, relative to the bound, at which mixtures are checked
@@ -33,6 +33,8 @@ WORTHWHILE = 5e-6  # share of the bound that is worth another evaluation at bett
 
 Mixture = tuple[tuple[tuple[int, ...], float], ...]
 """Choices with weights that add up to one: on average they are within all budgets, and no better average is known."""
+Evaluation = tuple[float, tuple[int, ...] | None]
+"""A bound at some prices, and choices that (nearly) attain it, if any were found."""
 OverElsewhere = Callable[[Mixture], bool]
 """Predicate that is true if a mixture exceeds a budget that is no row of the problems."""
 
@@ -55,7 +57,7 @@ class PricedRows:
         known_bound: float = -math.inf,
         sufficient: float = math.inf,
         near: float = ROUNDING,
-    ) -> tuple[float, tuple[int, ...] | None]:
+    ) -> Evaluation:
         """Return L(λ) or a bound on it, and choices that (nearly) attain it; None if none were found.
 
         Where L(λ) is no more than what is `known_bound`, any choices that show it will do, as will a bound that is
@@ -69,9 +71,7 @@ class PricedRows:
         return least - paid - SUM_ROUNDING * (abs(least) + paid), choices
 
     @abstractmethod
-    def least(
-        self, prices: tuple[float, ...], known_bound: float, sufficient: float, near: float
-    ) -> tuple[float, tuple[int, ...] | None]:
+    def least(self, prices: tuple[float, ...], known_bound: float, sufficient: float, near: float) -> Evaluation:
         """Return the same of seconds + prices · bytes."""
 
     def cost(self, choices: Sequence[int]) -> tuple[float, Integers]:
@@ -113,6 +113,7 @@ def best_prices(
     is_over_elsewhere: OverElsewhere = nowhere,
     known: tuple[int, ...] | None = None,
     roughly: float = ROUGHLY,
+    at_start: Evaluation | None = None,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
@@ -120,7 +121,8 @@ def best_prices(
     better ones could prove less than a `worthwhile` share of `scale` seconds. A bound as high as the `cutoff` ends the
     search. The mixture at prices that are optimal but for a share that is `roughly` is checked against the budgets that
     are not rows. The search ends if it exceeds one: with that row, other prices are optimal. Choices that are `known`
-    to be within all budgets bound what prices prove from the beginning.
+    to be within all budgets bound what prices prove from the beginning. `at_start` is what the first prices give, if
+    that is known.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
@@ -132,9 +134,10 @@ def best_prices(
     for _ in range(MAX_PLANES):
         try:
             sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
-            reached, choices = rows.at(prices, best.bound, sufficient, worthwhile)
+            reached, choices = at_start or rows.at(prices, best.bound, sufficient, worthwhile)
         except TimeLimitError:
             break
+        at_start = None
         if choices is None:
             return replace(best, prices=prices, bound=reached) if reached > best.bound else best
         seconds, row_bytes = rows.cost(choices)
@@ -147,6 +150,8 @@ def best_prices(
         if (over <= 0).all() and seconds < best.seconds:
             best = replace(best, choices=choices, seconds=seconds)
         most, wanted = planes.after(choices, seconds, over)
+        if planes.lift(np.array(prices), over):
+            most, wanted = planes.best()
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more
@@ -168,7 +173,7 @@ class _Planes:
         """Cap the price of a full row at `box` seconds."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
         assert solver is not None
-        self._solver, self._unit = solver, np.maximum(box / np.maximum(budgets, 1.0), 1e-300)
+        self._solver, self._unit = solver, np.maximum(box / np.maximum(budgets, 1.0), 1e-300)  # price of a share of one
         self._shares = [solver.NumVar(0.0, 1.0, "") for _ in budgets]
         self._bound = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         solver.Maximize(self._bound)
@@ -177,12 +182,27 @@ class _Planes:
         """True if the linear program is solved; its mixture is then within all budgets."""
 
     def after(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """Add a solution with its seconds and its bytes over each budget; return the best bound and its prices.
+        """Add a solution with its seconds and its bytes over each budget; return the best bound and its prices."""
+        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
+        self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
+        return self.best()
+
+    def lift(self, prices: np.ndarray, over: np.ndarray) -> bool:
+        """Lift the cap of prices at half of which a solution still exceeds the budget; return whether there are any.
+
+        If nothing fits, bounds grow with the prices until they show it.
+        """
+        caps = np.array([share.ub() for share in self._shares])
+        low = (over > 0) & (prices >= NEARER * caps * self._unit)
+        for number in np.flatnonzero(low).tolist():
+            self._shares[number].SetUb(BOX * caps[number])
+        return bool(low.any())
+
+    def best(self) -> tuple[float, np.ndarray]:
+        """Return the best bound against all solutions, and its prices.
 
         The bound is -inf if the numbers are too far apart for the linear program to be solved.
         """
-        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
-        self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
         self._is_mixed = self._solver.Solve() == pywraplp.Solver.OPTIMAL
         if not self._is_mixed:
             return -math.inf, np.zeros(len(self._shares))

@@ -29,6 +29,9 @@ CHEAP_WORK = 100_000_000  # entries: less time than to look for another order
 EXPENSIVE_WORK = 5_000_000_000  # entries of all steps together, a quarter of a minute on a core: messages take less
 ORDERS = ((True, False), (False, False), (False, True))  # (balanced, by growth)
 
+Factor = tuple[int, tuple[int, ...]]
+"""A table by number, and the nodes that its dims are of."""
+
 
 @dataclass(frozen=True, slots=True)
 class EliminationStep:
@@ -88,7 +91,7 @@ def compile_elimination(problem: Problem, tables: Tables, balanced: bool, by_gro
 def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Elimination:
     sizes = [node.num_strategies for node in problem.nodes]
     position = {node: place for place, node in enumerate(order)}
-    factors: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in order]
+    factors: list[list[Factor]] = [[] for _ in order]
     edges: list[list[int]] = [[] for _ in order]
     for node, table in enumerate(tables.of_node):
         factors[position[node]].append((table, (node,)))
@@ -100,17 +103,22 @@ def compile_order(problem: Problem, tables: Tables, order: Sequence[int]) -> Eli
     buckets: list[Bucket] = []
     for place, node in enumerate(order):
         check_whole()
-        # Axes in order of first mention: equal buckets of different layers then get equal steps.
-        bag = tuple(dict.fromkeys((node, *itertools.chain.from_iterable(scope for _, scope in factors[place]))))
-        axis = {member: number for number, member in enumerate(bag)}
-        inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors[place]]
-        inputs.sort(key=lambda entry: math.prod(sizes[bag[a]] for a in entry[1]))
-        step = EliminationStep(tuple(sizes[member] for member in bag), tuple(inputs))
+        bag, step = bag_of(node, factors[place], sizes)
         number = steps.setdefault(step, len(steps))
         buckets.append(Bucket(bag, number, tuple(edges[place])))
         if len(bag) > 1:
             factors[min(position[member] for member in bag[1:])].append((len(tables) + number, bag[1:]))
     return Elimination(tuple(steps), tuple(buckets), len(tables))
+
+
+def bag_of(node: int, factors: Sequence[Factor], sizes: Sequence[int]) -> tuple[tuple[int, ...], EliminationStep]:
+    """Return a node with all that its factors depend on, and the step that eliminates it."""
+    # Axes in order of first mention: equal buckets of different layers then get equal steps.
+    bag = tuple(dict.fromkeys((node, *itertools.chain.from_iterable(scope for _, scope in factors))))
+    axis = {member: number for number, member in enumerate(bag)}
+    inputs = [(table, tuple(axis[member] for member in scope)) for table, scope in factors]
+    inputs.sort(key=lambda entry: math.prod(sizes[bag[a]] for a in entry[1]))
+    return bag, EliminationStep(tuple(sizes[member] for member in bag), tuple(inputs))
 
 
 def narrow_elimination(problem: Problem, tables: Tables, most: float = EXPENSIVE_WORK) -> Elimination | None:

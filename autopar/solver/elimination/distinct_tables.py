@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver.deadline import check_whole
-from autopar.solver.problem import Floats, Integers, Problem, only_bytes
+from autopar.solver.problem import Edge, Floats, Integers, Node, Problem
 
 SURROUNDINGS = 3  # edges: nodes whose surroundings are equal so far are of one kind
 
@@ -23,43 +23,34 @@ class Tables:
     """
 
     def __init__(self, problem: Problem, others: Sequence[Problem] = ()) -> None:
+        self._tables: list[_Table] = []
         numbers: dict[object, int] = {}
         by_object: dict[tuple[object, ...], int] = {}  # the problems hold the arrays: an id names one of them
         content = _ContentKeys()
-        self._node_tables: list[_Table] = []
-        self._matrices: list[_Table] = []
-        self.of_node: list[int] = []
-        self.of_edge: list[int] = []
-        for node, *more in zip(problem.nodes, *(each.nodes for each in others), strict=True):
-            byte_arrays = (node.num_bytes, *(each.num_bytes for each in more))
-            objects = (id(node.seconds), *map(id, byte_arrays))
-            if objects not in by_object:
-                key = (content.key(node.seconds), *map(content.key, byte_arrays))
-                if key not in numbers:
-                    numbers[key] = len(self._node_tables)
-                    self._node_tables.append((node.seconds, byte_arrays))
-                by_object[objects] = numbers[key]
-            self.of_node.append(by_object[objects])
-        by_object.clear()
-        for edge, *more in zip(problem.edges, *(each.edges for each in others), strict=True):
+
+        def number_of(parts: Sequence[Node | Edge], is_loop: bool = False) -> int:
             check_whole()
-            of_edge = (edge.num_bytes, *(each.num_bytes for each in more))
-            objects = (id(edge.seconds), *map(id, of_edge), edge.is_loop)
+            seconds, byte_arrays = parts[0].seconds, tuple([each.num_bytes for each in parts])
+            objects = (id(seconds), *map(id, byte_arrays), is_loop)
             if objects not in by_object:
-                # An edge from a node to itself is chosen on its diagonal.
-                by_bytes = [None if each is None else content.key(each) for each in of_edge]
-                edge_key = (content.key(edge.seconds), *by_bytes, edge.is_loop)
-                if edge_key not in numbers:
-                    numbers[edge_key] = len(self._node_tables) + len(self._matrices)
-                    table = edge.seconds, of_edge
-                    if edge.is_loop:
-                        table = np.diagonal(edge.seconds), tuple(map(_diagonal, of_edge))
-                    self._matrices.append(table)
-                by_object[objects] = numbers[edge_key]
-            self.of_edge.append(by_object[objects])
+                of_bytes = [None if each is None else content.key(each) for each in byte_arrays]
+                key = (content.key(seconds), *of_bytes, is_loop)
+                if key not in numbers:
+                    numbers[key] = len(self._tables)
+                    table = seconds, byte_arrays
+                    if is_loop:  # an edge from a node to itself is chosen on its diagonal
+                        table = np.diagonal(seconds), tuple(map(_diagonal, byte_arrays))
+                    self._tables.append(table)
+                by_object[objects] = numbers[key]
+            return by_object[objects]
+
+        problems = (problem, *others)
+        self.of_node = [number_of(parts) for parts in zip(*(each.nodes for each in problems), strict=True)]
+        edges = zip(*(each.edges for each in problems), strict=True)
+        self.of_edge = [number_of(parts, parts[0].is_loop) for parts in edges]
 
     def __len__(self) -> int:
-        return len(self._node_tables) + len(self._matrices)
+        return len(self._tables)
 
     def kinds(self, problem: Problem) -> list[int]:
         """Return a number per node, the same for nodes with equal tables and surroundings (Weisfeiler & Leman 1968)."""
@@ -81,7 +72,7 @@ class Tables:
 
     def costs(self) -> list[_Table]:
         """Return the seconds of every table, and its bytes in each of the problems; None: no bytes."""
-        return [*self._node_tables, *self._matrices]
+        return self._tables
 
     def weighted(self, *prices: float) -> list[Floats]:
         """Return the tables of the seconds and the bytes of each problem at its price (in seconds per byte)."""
@@ -89,10 +80,6 @@ class Tables:
             seconds + paid if (paid := _paid(byte_arrays, prices)) is not None else seconds
             for seconds, byte_arrays in self.costs()
         ]
-
-    def bytes_only(self) -> list[Floats]:
-        """Return the tables of the bytes alone, which keep what is forbidden; exact below 2**53 bytes."""
-        return [only_bytes(seconds, byte_arrays[0]) for seconds, byte_arrays in self.costs()]
 
 
 def _paid(byte_arrays: tuple[Integers | None, ...], prices: tuple[float, ...]) -> Floats | None:

@@ -31,10 +31,14 @@ def optimum(elimination: Elimination, tables: Sequence[Floats]) -> float:
 
 
 def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int, ...]:
-    """Return a choice per node that attains the optimum, from the tables of `evaluate`; the first index among
-    equals.
-    """
+    """Return a choice per node that attains the optimum, from the tables of `evaluate`."""
     chosen = [0] * len(elimination.buckets)
+    fill_in(elimination, chosen, tables)
+    return tuple(chosen)
+
+
+def fill_in(elimination: Elimination, chosen: list[int], tables: Sequence[Floats]) -> None:
+    """Choose for all eliminated nodes what is best, given the choices of the others; the first index among equals."""
     best: dict[tuple[int, ...], int] = {}  # best choice of a step by its neighbours' choices; equal layers choose alike
     for bucket in reversed(elimination.buckets):
         node, *neighbours = bucket.bag
@@ -45,7 +49,6 @@ def choices_of(elimination: Elimination, tables: Sequence[Floats]) -> tuple[int,
                 row = row + tables[table][tuple(given[axis] if axis else slice(None) for axis in axes)]
             best[given] = int(np.argmin(row))
         chosen[node] = best[given]
-    return tuple(chosen)
 
 
 def bag_sum(step: EliminationStep, tables: Sequence[Floats], out: Floats | None = None) -> Floats:

@@ -58,18 +58,13 @@ def only(problem: Problem, kept: Iterable[Integers]) -> ReducedCosts:
     return ReducedCosts(tuple(alive), tuple(of_node), tuple([shared[shape] for shape in shapes]))
 
 
-def remaining(problem: Problem, found: ReducedCosts, limit: float) -> Remaining:
-    """Return the problem without the strategies and pairs whose reduced cost is above `limit` seconds."""
-    return remaining_of_each((problem,), found, limit)[0]
-
-
 def remaining_of_each(
     problems: Sequence[Problem], found: ReducedCosts, limit: float, parts: Parts | None = None
 ) -> list[Remaining]:
-    """Return the same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut
-    once.
+    """Return problems without the strategies and pairs whose reduced cost is above `limit` seconds.
 
-    `parts` are those of the problems, where they are known.
+    They are one problem with a memory row each: they differ in bytes and budgets, and equal parts are cut once. `parts`
+    are those of the problems, where they are known.
     """
     rows, first, parts = _rows(found, limit), problems[0], parts or Parts(problems)
     kept = tuple([each for _, each in rows])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autopar.costs.memory.model import MemoryModel
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.space.space import Space
 from autopar.errors import CutOffError
+from autopar.planning.formulation import Formulation
 from autopar.planning.options.groups import Memory
 from autopar.planning.planner import Statements, best_plan_of, make_plan, seconds_of_microbatch
 from autopar.planning.settings import Settings, context_of
@@ -57,7 +59,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("share", "num_prices"), [(0.0, 1), (1.0, 3)])
+@pytest.mark.parametrize(("share", "num_prices"), [(0.0, 1), (1.0, 1), (1.001, 3)])
 def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(
     space: Space, evaluated: list[tuple[float, ...]], share: float, num_prices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +69,29 @@ def test_no_price_is_looked_for_beyond_a_bound_that_is_enough(
     with pytest.raises(CutOffError) as caught:
         make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=share * free.seconds))
     assert caught.value.seconds >= free.seconds * (1 - 1e-9) and len(set(evaluated)) == num_prices
+
+
+def test_the_answer_without_a_limit_decides_without_rows_where_it_can(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, problems, rows = make_plan(space, {})[0], Formulation.problems, list[Any]()
+
+    def noted(formulation: Formulation, pins: Any, stated: Any, *more: Any) -> Any:
+        rows.extend(stated)
+        return problems(formulation, pins, stated, *more)
+
+    monkeypatch.setattr(Formulation, "problems", noted)
+    with pytest.raises(CutOffError):
+        make_plan(space, {}, Settings(Memory(int(0.7 * free.peak_bytes)), cutoff=0.0))
+    assert make_plan(space, {}, Settings(Memory(free.peak_bytes)))[0].seconds == free.seconds
+    assert set(rows) == {None}
+
+
+def test_its_choices_are_not_evaluated_once_more(space: Space, evaluated: list[tuple[float, ...]]) -> None:
+    limit = int(0.7 * make_plan(space, {})[0].peak_bytes)
+    evaluated.clear()
+    make_plan(space, {}, Settings(Memory(limit)))
+    assert evaluated[0] == (0.0,) and len(evaluated) > 2 and all(map(any, evaluated[1:]))
 
 
 def test_what_pays_nothing_for_memory_is_an_answer_whatever_the_cutoff(space: Space) -> None:

@@ -22,9 +22,9 @@ def begun_at(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[float, ...], t
     """Prices and choices that searches begin at."""
     found, search = [], memory_limit.search
 
-    def noted(source: Any, deadline: float, tolerances: Any, prices: Any, gives_up: float, known: Any) -> Any:
+    def noted(source: Any, deadline: float, tolerances: Any, prices: Any, gives_up: float, known: Any, at: Any) -> Any:
         found.append((prices, known))
-        return search(source, deadline, tolerances, prices, gives_up, known)
+        return search(source, deadline, tolerances, prices, gives_up, known, at)
 
     monkeypatch.setattr(memory_limit, "search", noted)
     return found

@@ -45,6 +45,13 @@ def test_choices_fit_where_they_keep_the_limit_at_every_moment_and_else_their_fu
     assert moments.numbers[0] == 0 and all(taken[each] > LIMIT for each in moments.numbers[1:])
 
 
+def test_a_search_begins_at_the_moment_that_the_first_choices_exceed() -> None:
+    over_elsewhere, over_here = _moments(), _moments()
+    over_elsewhere.begin_with((0,))
+    over_here.begin_with((1,))
+    assert (over_elsewhere.numbers, over_here.numbers) == ([1], [0])
+
+
 def test_moments_are_added_that_choices_are_over_the_limit_at_on_average() -> None:
     moments = _moments()
     assert moments.exceeds((((0,), 0.5), ((1,), 0.5)))  # 100, 90, 90, 110

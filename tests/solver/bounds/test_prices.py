@@ -14,6 +14,7 @@ from autopar.solver.bounds.prices import BestPrices, best_prices
 from autopar.solver.deadline import NEVER
 from autopar.solver.oracles import EliminationOracle
 from autopar.solver.problem import Node, Problem
+from autopar.solver.solve import solve
 from tests.solver.random_problems import brute_force, layered_rows
 
 seeds = st.integers(0, 2**31 - 1)
@@ -77,6 +78,29 @@ def test_a_bound_of_prices_as_high_as_the_cutoff_ends_the_search(monkeypatch: py
     evaluated.clear()
     ended = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER, cutoff=0.9 * settled.bound)
     assert 0.9 * settled.bound <= ended.bound <= settled.bound and len(evaluated) < all_evaluations
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, count=st.integers(1, 3))
+def test_prices_alone_show_that_nothing_fits(seed: int, count: int) -> None:
+    problems = layered_rows(seed, 4, count)
+    least = round(solve(problems[-1].in_bytes()).seconds)
+    short = [*problems[:-1], Problem(problems[-1].nodes, problems[-1].edges, least - 1)]
+    whole = EliminationOracle.of(short, NEVER, math.inf)
+    assert whole is not None
+    most = 2 * short[0].largest_seconds
+    assert best_prices(whole, (0.0,) * count, most, 0.0, 0.0, NEVER, cutoff=most).bound >= most
+
+
+def test_a_start_that_is_known_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EliminationOracle.of(layered_rows(3, 6, 1), NEVER, math.inf)
+    assert whole is not None
+    first = whole.at((0.0,))
+    evaluated = _evaluations(whole, monkeypatch)
+    known = best_prices(whole, (0.0,), 7.0, 0.0, 0.0, NEVER, at_start=first)
+    without = len(evaluated)
+    assert best_prices(whole, (0.0,), 7.0, 0.0, 0.0, NEVER) == known
+    assert len(evaluated) - without == without + 1
 
 
 def test_where_the_same_choices_are_visited_again_prices_are_not_halfway_to_the_best(

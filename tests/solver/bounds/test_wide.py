@@ -20,7 +20,7 @@ from autopar.solver.bounds.message_passing import MessagePassing
 from autopar.solver.deadline import NEVER, after
 from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.oracles import EliminationOracle, MessageOracle, lower_bound
-from autopar.solver.presolve.reduced_cost_fixing import remaining
+from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.solve import solve
 from tests.solver.random_problems import least_bytes
@@ -137,7 +137,7 @@ def test_no_choices_below_the_limit_lose_a_strategy(seed: int, kind: str, above:
     with pytest.MonkeyPatch.context() as patch:
         _make_wide(patch, shrinks)
         oracle = MessageOracle([problem])
-        left = remaining(problem, oracle.reduced_costs((0.0,), most - oracle.least((0.0,))[0]), 0.0)
+        left = remaining_of_each((problem,), oracle.reduced_costs((0.0,), most - oracle.least((0.0,))[0]), 0.0)[0]
     shape = [node.num_strategies for node in problem.nodes]
     near = [choices for choices in np.ndindex(*shape) if problem.seconds_of(choices) <= most]
     assert near and all(choice in left.kept[node] for choices in near for node, choice in enumerate(choices))
