@@ -261,11 +261,10 @@ def seconds_of_microbatch(plan: Chosen) -> float:
 def is_bounded(plan: Plan, settings: Settings) -> bool:
     """Return whether a plan within a limit could differ from the plan without one.
 
-    It could if memory has a price, if the plan is not proven best, if layers are recomputed or offloaded, or if the
-    plan keeps parameters whole in place of one for which memory may have had a price.
+    It could if memory has a price, if the plan is not proven best, or if layers are recomputed or offloaded.
     """
     again = settings.mode not in (None, *MODES) and set(plan.recompute.values()) - {"none"}
-    return bool(plan.multiplier or plan.gap or again or context_of(plan).keeps_whole)
+    return bool(plan.multiplier or plan.gap or again)
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:
