@@ -115,11 +115,11 @@ def search(
 
     `prices` of its rows (in seconds per byte) are near those of the answer, if any are known. The search ends with
     nothing at `gives_up`, a moment before the deadline, if no choices are found by then. `known` are choices that are
-    within all budgets, `at_prices` what the prices give, if that is known. TimeLimitError if there is no time to begin.
+    within all budgets, `at_prices` what the prices give, if that is known.
     """
     state = _Search(source, deadline, tolerances, tuple(prices), gives_up, known)
     try:
-        state.price(at_prices)
+        state.begin(at_prices)
         while not state.widen():
             if not (state.reprice() or state.sweep_on()):
                 state.by_ilp()
@@ -140,11 +140,8 @@ class _Search:
         known: tuple[int, ...] | None,
     ) -> None:
         self.source, self.deadline, self.tolerances, self.gives_up = source, deadline, tolerances, gives_up
-        problems = source.problems()
-        self.first = problems[0]
-        self.presolved = Presolved.of(problems)
-        self.whole = oracle_of(self.presolved.problems, self.deadline)
-        self.prices = self._of_all_rows(prices)
+        self.first, *others = source.problems()
+        self.prices = (*prices, *[0.0] * (1 + len(others) - len(prices)))
         """Prices of all rows that are stated."""
         self.at = self.prices
         """Prices of the rows of the whole, which may be fewer."""
@@ -153,11 +150,18 @@ class _Search:
         self.bound = -math.inf
         self.swept = math.inf, -math.inf
         """Seconds and bound when messages were last let converge further."""
+        self.solver = "elimination"
+
+    def begin(self, at_prices: Evaluation | None) -> None:
+        """Presolve the problem, and find prices; `at_prices` is what the first ones give, if that is known."""
+        self.presolved = Presolved.of(self.source.problems())
+        self.whole = oracle_of(self.presolved.problems, self.deadline)
         self.solver = "elimination" if isinstance(self.whole, EliminationOracle) else "messages"
+        self.price(at_prices)
 
     def found(self) -> Found:
         """Return what is known by now."""
-        bound = math.inf if self.bound > self.largest_seconds else self.bound
+        bound = math.inf if self.bound > -math.inf and self.bound > self.largest_seconds else self.bound
         if self.best is None:
             return Found(None, math.inf, bound, self.prices, self.solver)
         seconds = self.first.seconds_of(self.best)

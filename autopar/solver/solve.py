@@ -7,7 +7,6 @@ the reference.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from typing import Literal
 
 from autopar.console.units import format_bytes
@@ -67,17 +66,3 @@ def solve(
     if not is_closed(seconds, bound, max(gap, ILP_ROUNDING if name == "ilp" else ROUNDING)):
         warn_unproven(seconds, bound)
     return Solution(choices, seconds, num_bytes, bound, name, multiplier)
-
-
-def bound_at(problem: Problem, price: float, deadline: float) -> float:
-    """Return the seconds that no choices within the limit go below, by one evaluation at a price of memory, in seconds
-    per byte.
-
-    It is -inf without a memory limit, and if the time is too short.
-    """
-    if problem.forbidden_node is not None:
-        raise InfeasibleError(describe_conflict(problem, deadline))
-    with suppress(TimeLimitError):
-        if problem.budget is not None:
-            return lower_bound(problem, price, deadline)
-    return -math.inf

@@ -13,11 +13,12 @@ from ortools.sat.python import cp_model
 
 from autopar.solver import ilp
 from autopar.solver.deadline import NEVER, after, is_over
+from autopar.solver.ilp import IlpResult
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import counting_ilp
 from autopar.solver.remaining.counting_ilp import best_counts
 from autopar.solver.remaining.remaining_choices import RemainingProblem
-from autopar.solver.remaining.scip import TOLERANCE, Solved, solve_by_scip
+from autopar.solver.remaining.scip import TOLERANCE, solve_by_scip
 
 Row = tuple[list[int], int]
 
@@ -46,17 +47,17 @@ def test_it_finds_what_trying_all_values_finds(costs: list[int], data: st.DataOb
         if all(sum(map(int.__mul__, row, values)) <= budget for row, budget in rows)
     ]
     found = solve_by_scip(_model(costs, rows, 2), 0.5, NEVER)
-    assert found.is_decided
+    assert found.status != "timeout"
     if not valid:
-        assert found == Solved(None, math.inf, True)
+        assert found == IlpResult(None, math.inf, "infeasible")
         return
-    assert found.values is not None and sum(map(int.__mul__, costs, found.values)) == min(valid)
+    assert found.choices is not None and sum(map(int.__mul__, costs, found.choices)) == min(valid)
     assert min(valid) - 2 * TOLERANCE * abs(min(valid)) - 0.5 <= found.bound <= min(valid)
 
 
 def test_values_that_exceed_a_row_by_less_than_the_tolerance_are_none() -> None:
     found = solve_by_scip(_model([-1, -1], [([10**12, 10**12 + 1], 2 * 10**12)], 1), 0.5, NEVER)
-    assert found.values is None and not found.is_decided and found.bound <= -1
+    assert found.choices is None and found.status == "timeout" and found.bound <= -1
 
 
 def _market_split() -> cp_model.CpModel:
@@ -76,15 +77,15 @@ def _market_split() -> cp_model.CpModel:
 
 def test_it_ends_when_its_time_is_over_with_what_it_has() -> None:
     found = solve_by_scip(_market_split(), 0.5, after(0.3))
-    assert not found.is_decided and found.bound <= 1
-    assert solve_by_scip(_market_split(), 0.5, after(1e-4)) == Solved(None, -math.inf, False)  # not even built
+    assert found.status == "timeout" and found.bound <= 1
+    assert solve_by_scip(_market_split(), 0.5, after(1e-4)) == IlpResult(None, -math.inf, "timeout")  # not even built
 
 
 def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ilp, "is_interruptible", lambda: True)  # also where another thread has the signals
     monkeypatch.setattr(ilp, "is_over", lambda deadline: True)
     until = after(60)
-    assert not solve_by_scip(_market_split(), 0.5, until).is_decided and not is_over(until)
+    assert solve_by_scip(_market_split(), 0.5, until).status == "timeout" and not is_over(until)
 
 
 def _problem() -> Problem:

@@ -268,7 +268,7 @@ def test_equal_layers_that_change_alike_at_a_price_are_mixed(way: Way) -> None:
     problem = Problem(nodes, edges, budget=45)
     with taking(way):
         state = searching._Search(Stated((problem,)), NEVER, EXACT, (), math.inf, None)
-        state.price()
+        state.begin(None)
     assert state.seconds == pytest.approx(4 * 1.0 + 4 * 2.0)
 
 

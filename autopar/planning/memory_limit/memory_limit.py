@@ -34,7 +34,6 @@ from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.memory_limit.refusal import Modes, Refusal
 from autopar.planning.options.groups import Solver
 from autopar.planning.settings import Settings
-from autopar.solver.bounds.prices import Evaluation
 from autopar.solver.deadline import ENDING, NEVER, after, grace, is_over, seconds_until, until, why_over
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.infeasibility import describe_conflict
@@ -138,8 +137,8 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        begun = _begun(first, _incumbent(formulation, moments, modes), tuple(prices.values()))
-        found = _searched(moments, begun, deadline, tolerances, gives_up, at_prices)
+        near, known = tuple(prices.values()), _incumbent(formulation, moments, modes)
+        found = search(moments, deadline, tolerances, near, gives_up, known, at_prices)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)
@@ -148,7 +147,7 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
             raise CutOffError(math.inf)
         smallest, bound = refusal.smallest_within(limit, modes), found.bound
         known = choices_of_nodes(smallest.choices, smallest.modes.values()) if smallest.peak_bytes <= limit else None
-        found = _searched(moments, _begun(first, known, found.prices), deadline, tolerances)
+        found = search(moments, deadline, tolerances, found.prices, known=known)
         if found.choices is None:
             raise refusal.none_within(limit, modes, smallest)
         found = replace(found, bound=min(max(found.bound, bound, 0.0), found.seconds))
@@ -159,27 +158,6 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
     with until(NEVER):  # the answer is found
         problem = formulation.problem(pins, row, limit, modes)
     return Answer(choices, chosen, found.seconds, found.bound, found.solver, multiplier, problem, row)
-
-
-def _begun(problem: Problem, choices: tuple[int, ...] | None, prices: tuple[float, ...]) -> Found:
-    """Return what is known before a search: choices within all budgets, if there are any, and prices near its own."""
-    seconds = math.inf if choices is None else problem.seconds_of(choices)
-    return Found(choices, seconds, -math.inf, prices, "elimination")
-
-
-def _searched(
-    source: RowSource,
-    begun: Found,
-    deadline: float,
-    tolerances: Tolerances,
-    gives_up: float = math.inf,
-    at_prices: Evaluation | None = None,
-) -> Found:
-    """Return what a search finds that begins at what is known, and that if there is no time to begin."""
-    try:
-        return search(source, deadline, tolerances, begun.prices, gives_up, begun.choices, at_prices)
-    except TimeLimitError:
-        return begun
 
 
 def _incumbent(formulation: Formulation, moments: Moments, modes: Modes | None) -> tuple[int, ...] | None:

@@ -39,11 +39,6 @@ OverElsewhere = Callable[[Mixture], bool]
 """Predicate that is true if a mixture exceeds a budget that is no row of the problems."""
 
 
-def nowhere(mixture: Mixture) -> bool:
-    """Return False: all budgets are rows, or other budgets do not matter."""
-    return False
-
-
 class PricedRows:
     """A problem with several memory rows, ready to be evaluated at prices of them all."""
 
@@ -110,7 +105,7 @@ def best_prices(
     deadline: float,
     worthwhile: float = WORTHWHILE,
     cutoff: float = math.inf,
-    is_over_elsewhere: OverElsewhere = nowhere,
+    is_over_elsewhere: OverElsewhere = lambda _: False,
     known: tuple[int, ...] | None = None,
     roughly: float = ROUGHLY,
     at_start: Evaluation | None = None,

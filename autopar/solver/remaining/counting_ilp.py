@@ -98,8 +98,8 @@ class _Counting:
         least = -math.inf if values is None else solver.best_objective_bound
         if not is_decided and until:
             found = solve_by_scip(self.model, gap, until, values or ())
-            is_decided, least = found.is_decided, max(least, found.bound)
-            values = values if found.values is None else found.values
+            is_decided, least = found.status != "timeout", max(least, found.bound)
+            values = found.choices or values
         choices, bound = None if values is None else self._handed_out(values), min(constant + least * unit, self.limit)
         return Counted(choices, bound, is_decided or bound >= self.limit)
 

@@ -10,36 +10,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import NEVER, seconds_until
-from autopar.solver.ilp import BUILT_PER_S, until_interrupted
+from autopar.solver.ilp import BUILT_PER_S, IlpResult, until_interrupted
 
 TOLERANCE = 1e-6  # relative: how far SCIP takes a row to be kept, and a bound to be proven
 SCALE = math.sqrt(TOLERANCE)  # share of the largest coefficient that becomes 1: the least stay above TOLERANCE
 
 
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """Values of the variables (None: none were found), and a bound on the objective."""
-
-    values: tuple[int, ...] | None
-    bound: float
-    is_decided: bool
-    """True if no other values are better; False if the time was over before."""
-
-
-def solve_by_scip(model: cp_model.CpModel, gap: float, deadline: float, start: Sequence[int] = ()) -> Solved:
+def solve_by_scip(model: cp_model.CpModel, gap: float, deadline: float, start: Sequence[int] = ()) -> IlpResult:
     """Minimise a model of linear rows by a deadline, from a solution if one is known.
 
-    `gap`, in units of the objective, ends the search early. The bound is infinite if there are no values.
+    `gap`, in units of the objective, ends the search early. The choices are values of the variables.
     """
     if len(model.proto.variables) > BUILT_PER_S * seconds_until(deadline):
-        return Solved(None, -math.inf, False)
+        return IlpResult(None, -math.inf, "timeout")
     rows = [_row(each.linear) for each in model.proto.constraints]
     solver = pywraplp.Solver.CreateSolver("SCIP")
     assert solver is not None
@@ -64,9 +53,9 @@ def solve_by_scip(model: cp_model.CpModel, gap: float, deadline: float, start: S
     exactly.SetDoubleParam(exactly.RELATIVE_MIP_GAP, 0.0)
     status = until_interrupted(lambda: solver.Solve(exactly), solver.InterruptSolve)
     if status == pywraplp.Solver.INFEASIBLE:
-        return Solved(None, math.inf, True)
+        return IlpResult(None, math.inf, "infeasible")
     if status not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
-        return Solved(None, -math.inf, False)
+        return IlpResult(None, -math.inf, "timeout")
     bound = objective.BestBound() * unit
     bound -= TOLERANCE * abs(bound)
     values = tuple([round(each.solution_value()) for each in variables])
@@ -74,8 +63,8 @@ def solve_by_scip(model: cp_model.CpModel, gap: float, deadline: float, start: S
     if any(
         not low <= total <= high for total, (_, low, high) in zip(sums, rows, strict=True)
     ):  # by less than TOLERANCE
-        return Solved(None, bound, False)
-    return Solved(values, bound, status == pywraplp.Solver.OPTIMAL)
+        return IlpResult(None, bound, "timeout")
+    return IlpResult(values, bound, "optimal" if status == pywraplp.Solver.OPTIMAL else "timeout")
 
 
 def _row(linear: Any) -> tuple[Counter[int], int, int]:

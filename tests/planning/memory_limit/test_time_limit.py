@@ -22,6 +22,7 @@ from autopar.planning.formulation import Formulation
 from autopar.planning.memory_limit import memory_limit
 from autopar.planning.memory_limit.answers import Answer
 from autopar.planning.memory_limit.memory_limit import best_within
+from autopar.planning.memory_limit.moments import Moments
 from autopar.planning.options.groups import Memory, Search
 from autopar.planning.planner import make_plan
 from autopar.planning.settings import Settings
@@ -128,10 +129,14 @@ def test_the_smallest_plan_is_taken_where_there_is_no_time_to_begin_a_search(
 ) -> None:
     limit = int(0.7 * make_plan(equal_layers, {})[0].peak_bytes)
 
-    def late(*_: object) -> Found:
-        raise TimeLimitError
+    begin = searching._Search.begin
 
-    monkeypatch.setattr(memory_limit, "search", late)
+    def late(search: searching._Search, at_prices: Any) -> None:
+        if isinstance(search.source, Moments):
+            raise TimeLimitError
+        begin(search, at_prices)
+
+    monkeypatch.setattr(searching._Search, "begin", late)
     with pytest.warns(RuntimeWarning, match="the plan is within the limit at every moment, but not proven best"):
         plan, _ = make_plan(equal_layers, {}, Settings(Memory(limit)))
     assert plan.peak_bytes <= limit and plan.bound == 0
