@@ -136,7 +136,8 @@ class _Search:
             stated, same = Statements(costs, incumbent), costs.has_same_candidates(context.space)
             stated, allowed = (stated, context.pins) if same else self._pinned(stated)
             found = self._made(allowed, settings, stated)
-        own = replace(found.context, settings=context.settings, keeps_whole=context.keeps_whole)
+        kept = {"keeps_whole": context.keeps_whole, "pays_split": context.pays_split}
+        own = replace(found.context, settings=context.settings, **kept)
         return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
 
     def _pinned(self, stated: Statements) -> tuple[Statements, Pins]:

@@ -261,10 +261,11 @@ def seconds_of_microbatch(plan: Chosen) -> float:
 def is_bounded(plan: Plan, settings: Settings) -> bool:
     """Return whether a plan within a limit could differ from the plan without one.
 
-    It could if memory has a price, if the plan is not proven best, or if layers are recomputed or offloaded.
+    It could if memory has a price, if the plan is not proven best, if layers are recomputed or offloaded, or if the
+    plan keeps parameters whole in place of one for which memory has a price.
     """
     again = settings.mode not in (None, *MODES) and set(plan.recompute.values()) - {"none"}
-    return bool(plan.multiplier or plan.gap or again)
+    return bool(plan.multiplier or plan.gap or again or context_of(plan).pays_split)
 
 
 def replan(context: PlanContext, pins: Pins, settings: Settings | None = None) -> Plan:

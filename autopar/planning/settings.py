@@ -160,6 +160,8 @@ class PlanContext:
     mode: str = "auto"
     keeps_whole: bool = False
     """True if the pins keep every parameter whole for a shorter simulated step, without a request of the user."""
+    pays_split: bool = False
+    """True if they are kept whole in place of a plan that pays for memory."""
     row: MemoryRow | None = None
     """The moments that the limit of the problem is at; None where it has none, or that is not known."""
     host_seconds: float = 0.0

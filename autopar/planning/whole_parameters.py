@@ -124,4 +124,5 @@ def _noted(found: Draft, free: Draft, own: float, simulated: float) -> Draft:
         f"{format_seconds(simulated)} with the plan that the sum of costs prefers"
     )
     specified = {"settings": free.context.settings, "annotations": free.context.annotations}
-    return replace(found, notes=(*found.notes, note), context=replace(found.context, keeps_whole=True, **specified))
+    context = replace(found.context, keeps_whole=True, pays_split=free.answer.multiplier > 0, **specified)
+    return replace(found, notes=(*found.notes, note), context=context)
