@@ -1,9 +1,10 @@
 """The best plan whose memory is within a limit at every moment of a step.
 
-The bytes at one moment are one row of the problem. Few moments matter, and which ones is seen from choices: a search
-(`solver.search`) begins with a row where the backward begins, the fullest moment of most plans, and gets further rows
-where its choices exceed the limit (`moments`). If it ends without any choices, the least peak of all plans says whether
-there are some (`least_peak`), and if not, what a plan needs at least.
+The best without a limit comes first, and is the answer if it fits. The bytes at one moment are one row of the problem.
+Few moments matter, and which ones is seen from choices: a search (`solver.search`) begins with a row where the backward
+begins, the fullest moment of most plans, or where the best without a limit is the fullest. It gets further rows where
+its choices exceed the limit (`moments`). If it ends without any choices, the least peak of all plans says whether there
+are some (`least_peak`), and if not, what a plan needs at least.
 """
 
 from __future__ import annotations

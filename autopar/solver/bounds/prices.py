@@ -25,7 +25,7 @@ UNLIMITED = 2.0**62  # bytes
 MAX_PLANES = 60  # evaluations in search of prices, or of weights of moments
 NEARER = 0.5  # share of the way from the best prices to those that are best against all visited solutions
 BOX = 16.0  # times the prices to begin with: further ones are only looked at where half of that is too low
-LEAST_BOX = 0.1  # least price of all memory, relative to the bound
+NEAR = 0.1  # share of what better prices may prove: choices at some prices need be no nearer to the best there
 PATIENCE = 3  # evaluations or sweeps in a row that prove no more
 ROUGHLY = 5e-3  # largest gain of better prices, relative to the bound, at which mixtures are checked
 WORTHWHILE = 5e-6  # share of the bound that is worth another evaluation at better prices, or a count
@@ -113,23 +113,23 @@ def best_prices(
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
     `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for no longer where
-    better ones could prove less than a `worthwhile` share of `scale` seconds. A bound as high as the `cutoff` ends the
-    search. The mixture at prices that are optimal but for a share that is `roughly` is checked against the budgets that
-    are not rows. The search ends if it exceeds one: with that row, other prices are optimal. Choices that are `known`
-    to be within all budgets bound what prices prove from the beginning. `at_start` is what the first prices give, if
-    that is known.
+    better ones could prove less than a `worthwhile` share of `scale` seconds, and choices at some prices are as near to
+    the best there as what is open asks for. A bound as high as the `cutoff` ends the search. The mixture at prices that
+    are optimal but for a share that is `roughly` is checked against the budgets that are not rows. The search ends if
+    it exceeds one: with that row, other prices are optimal. Choices that are `known` to be within all budgets bound
+    what prices prove from the beginning. `at_start` is what the first prices give, if that is known.
     """
     cost = float(np.dot(start, rows.budgets))
-    planes = _Planes(rows.budgets, max(BOX * max(cost, LEAST_BOX * scale), 1e-300))
+    planes = _Planes(rows.budgets, max(BOX * cost, scale / NEARER, 1e-300))
     best, prices, open_there, stalled = BestPrices(start, -np.inf, None, np.inf), start, math.inf, 0
-    visited = set[tuple[int, ...]]()
+    visited, near = set[tuple[int, ...]](), ROUGHLY
     if known is not None:
         seconds, row_bytes = rows.cost(known)
         planes.after(known, seconds, row_bytes - rows.budgets)
     for _ in range(MAX_PLANES):
         try:
             sufficient = min((1 - gap) * (best.seconds + constant) - constant, cutoff)
-            reached, choices = at_start or rows.at(prices, best.bound, sufficient, worthwhile)
+            reached, choices = at_start or rows.at(prices, best.bound, sufficient, near)
         except TimeLimitError:
             break
         at_start = None
@@ -147,6 +147,7 @@ def best_prices(
         most, wanted = planes.after(choices, seconds, over)
         if planes.lift(np.array(prices), over):
             most, wanted = planes.best()
+        near = max(worthwhile, NEAR * (most - best.bound) / scale)
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more

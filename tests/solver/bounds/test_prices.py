@@ -92,6 +92,17 @@ def test_prices_alone_show_that_nothing_fits(seed: int, count: int) -> None:
     assert best_prices(whole, (0.0,) * count, most, 0.0, 0.0, NEVER, cutoff=most).bound >= most
 
 
+def test_choices_are_as_near_to_the_best_at_some_prices_as_what_is_open_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = EliminationOracle.of(layered_rows(3, 6, 3), NEVER, math.inf)
+    assert whole is not None
+    near, at = list[float](), whole.at
+    monkeypatch.setattr(whole, "at", lambda *given: near.append(given[-1]) or at(*given))
+    best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER, worthwhile=1e-4)
+    assert near[0] == prices.ROUGHLY and near[-1] < near[1] and all(each >= 1e-4 for each in near), near
+
+
 def test_a_start_that_is_known_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = EliminationOracle.of(layered_rows(3, 6, 1), NEVER, math.inf)
     assert whole is not None
