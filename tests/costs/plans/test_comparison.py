@@ -67,7 +67,7 @@ def test_the_table_has_a_line_for_each_answer_and_fits(monkeypatch: pytest.Monke
 
 def test_a_plan_of_the_user_stands_next_to_the_candidates() -> None:
     plan, mesh = any_plan(Mesh({"dp": 8})), Mesh({"dp": 2, "tp": 4})
-    other = replace(any_plan(mesh), seconds=9.0, simulated=0.0, workload=None)
+    other = replace(any_plan(mesh), seconds=9.0, simulated=0.0, workload=None, context=None)
     found = replace(plan, comparison=ALL).compared_with(other)
     assert found.comparison is not None and found.comparison.planned[1].is_compared
     assert found.compared_with(other).comparison == found.comparison, "once"
