@@ -147,7 +147,7 @@ def best_prices(
         most, wanted = planes.after(choices, seconds, over)
         if planes.lift(np.array(prices), over):
             most, wanted = planes.best()
-        near = max(worthwhile, NEAR * (most - best.bound) / scale)
+        near = max(worthwhile, NEAR * (most - best.bound) / (scale or 1.0))
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more
