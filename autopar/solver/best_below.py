@@ -53,9 +53,10 @@ class BestBelow:
     """Seconds that known choices of the whole take."""
 
     def __post_init__(self) -> None:
-        self.scale = abs(self.below)
-        most, at = self.below - self.constant, (self.start, self.scale, self.constant, self.gap, self.deadline)
-        self.priced = best_prices(self.rows, *at, cutoff=most)
+        self.scale, most = abs(self.below), self.below - self.constant
+        self.priced = best_prices(
+            self.rows, self.start, self.scale, self.constant, self.gap, self.deadline, cutoff=most
+        )
         self.best, self.seconds, self.bound = self.priced.choices, self.priced.seconds, self.priced.bound
         self.most = min(self.seconds, most)
         """Seconds that a solution to be found must not exceed."""

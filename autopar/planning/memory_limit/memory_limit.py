@@ -138,8 +138,8 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        near, known = tuple(prices.values()), _incumbent(formulation, moments, modes)
-        found = search(moments, deadline, tolerances, near, gives_up, known, at_prices)
+        known = _incumbent(formulation, moments, modes)
+        found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up, known, at_prices)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:
         raise CutOffError(found.bound)

@@ -144,9 +144,8 @@ def best_prices(
             open_there = seconds + float(np.dot(prices, over)) - reached
         if (over <= 0).all() and seconds < best.seconds:
             best = replace(best, choices=choices, seconds=seconds)
+        planes.lift(np.array(prices), over)
         most, wanted = planes.after(choices, seconds, over)
-        if planes.lift(np.array(prices), over):
-            most, wanted = planes.best()
         near = max(worthwhile, NEAR * (most - best.bound) / (scale or 1.0))
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
@@ -178,32 +177,26 @@ class _Planes:
         """True if the linear program is solved; its mixture is then within all budgets."""
 
     def after(self, choices: tuple[int, ...], seconds: float, over: np.ndarray) -> tuple[float, np.ndarray]:
-        """Add a solution with its seconds and its bytes over each budget; return the best bound and its prices."""
-        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
-        self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
-        return self.best()
-
-    def lift(self, prices: np.ndarray, over: np.ndarray) -> bool:
-        """Lift the cap of prices at half of which a solution still exceeds the budget; return whether there are any.
-
-        If nothing fits, bounds grow with the prices until they show it.
-        """
-        caps = np.array([share.ub() for share in self._shares])
-        low = (over > 0) & (prices >= NEARER * caps * self._unit)
-        for number in np.flatnonzero(low).tolist():
-            self._shares[number].SetUb(BOX * caps[number])
-        return bool(low.any())
-
-    def best(self) -> tuple[float, np.ndarray]:
-        """Return the best bound against all solutions, and its prices.
+        """Add a solution with its seconds and its bytes over each budget; return the best bound and its prices.
 
         The bound is -inf if the numbers are too far apart for the linear program to be solved.
         """
+        paid = sum(share * float(each) for share, each in zip(self._shares, over * self._unit, strict=True))
+        self._planes.append((choices, self._solver.Add(self._bound <= seconds + paid)))
         self._is_mixed = self._solver.Solve() == pywraplp.Solver.OPTIMAL
         if not self._is_mixed:
             return -math.inf, np.zeros(len(self._shares))
         found, bound = np.array([each.solution_value() for each in self._shares]), self._bound.solution_value()
         return bound, found * self._unit
+
+    def lift(self, prices: np.ndarray, over: np.ndarray) -> None:
+        """Lift the caps of prices at half of which a solution still exceeds the budget.
+
+        If nothing fits, bounds grow with the prices until they show it.
+        """
+        for share, unit, price, more in zip(self._shares, self._unit, prices, over, strict=True):
+            if more > 0 and price >= NEARER * share.ub() * unit:
+                share.SetUb(BOX * share.ub())
 
     def mixture(self) -> Mixture:
         """Return the solutions that bound what is proven, by their shares in that: the duals of the program."""
