@@ -19,7 +19,6 @@ from autopar.costs.space.narrowed import Pins, is_large
 from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
-from autopar.costs.timeline.values import Timeline
 from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
@@ -35,7 +34,7 @@ from autopar.planning.replicated_work import (
 )
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.simulated import as_simulated, simulated_seconds, timeline_of
+from autopar.planning.simulated import SimulatedDraft, as_simulated
 from autopar.planning.whole_parameters import with_storage_settled
 from autopar.solver.deadline import after, is_over, seconds_until, whole_is_over
 from autopar.strategies.presets.data import warn_of_gradients
@@ -54,12 +53,9 @@ def best_plan(
     if request.first_zigzag_axes is not None:
         stated = stated.with_zigzag_axes(())
     search = _Search(request, stated, specified, storage or {}, deadline)
-    timeline = in_order = None
-    if (started := search.begun()) is not None:
-        draft, timeline = started
-    else:
-        draft, in_order = search.first()
-    plan = as_simulated(draft, search.again, deadline, in_order, timeline)
+    started = search.begun()
+    first, in_order = search.first() if started is None else (started, None)
+    plan = as_simulated(first, search.again, deadline, in_order)
     space, choices = context_of(plan).space, context_of(plan).choices
     warn_of_plan(request, plan, space, choices, stored=bool(storage))
     unused = unused_axes(space, choices) if request.strategy is None else ()
@@ -87,25 +83,25 @@ class _Search:
     storage: Mapping[str, Layout]
     deadline: float
 
-    def first(self) -> tuple[Draft, Space | None]:
+    def first(self) -> tuple[SimulatedDraft, Space | None]:
         """Return the plan of the first search, and the space of the next one if it is another."""
         problems, pins = self._pinned(self.problems)
         problems, pins = self._with_zigzag_axes(possible_zigzag_axes(problems.space, pins))
         plan = self._settled(self._made(pins, self.request.settings, problems), problems)
-        space, choices = problems.space, plan.answer.choices
+        space, choices = problems.space, plan.choices
         if is_over(self.deadline):
             return plan, None
         if not is_worth_another_search(space, choices, needed := zigzag_axes_of(space, choices)):
             return plan, None
         in_order = self._with_zigzag_axes(needed)[0].space
-        if plan.context.keeps_whole and not space.has_same_candidates(in_order):
+        if plan.draft.context.keeps_whole and not space.has_same_candidates(in_order):
             return plan, None  # its pins are of other strategies
         return plan, in_order
 
-    def begun(self) -> tuple[Draft, Timeline | None] | None:
+    def begun(self) -> SimulatedDraft | None:
         """Return the plan of a search that begins at the warm start, with its costs, or the start if that is shorter.
 
-        With it comes its timeline, if the two were compared. None without a warm start that the request allows.
+        None without a warm start that the request allows.
         """
         start = self.request.warm_start
         if start is None:
@@ -113,19 +109,19 @@ class _Search:
         self._pinned(self.problems)  # warns of annotations
         problems, pins = self._with_zigzag_axes(start.zigzag_axes)
         problems = Statements(problems.space.waiting_for(start.waited))
-        made = begun(self._runs(), problems, pins, self.request.searched, start)
-        if made is None:
+        draft = begun(self._runs(), problems, pins, self.request.searched, start)
+        if draft is None:
             return None
-        made = self._settled(self._marked(made), problems)
+        made = self._settled(self._marked(draft), problems)
         if is_over(self.deadline) or whole_is_over():
-            return made, None
+            return made
         with suppress(CutOffError, InfeasibleError, TimeLimitError):
-            found = self.again(problems.space, made, 0.0)
-            before, later = timeline_of(made), timeline_of(found)
-            if simulated_seconds(found, later) <= simulated_seconds(made, before):
-                return found, later
-            return replace(made, answer=replace(made.answer, bound=found.answer.bound)), before
-        return made, None
+            found = SimulatedDraft.of(self.again(problems.space, made.draft, 0.0))
+            if found.simulated_seconds <= made.simulated_seconds:
+                return found
+            answer = replace(made.draft.answer, bound=found.draft.answer.bound)
+            return replace(made, draft=replace(made.draft, answer=answer))
+        return made
 
     def again(self, costs: Space, incumbent: Draft, gap: float) -> Draft:
         """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan."""
@@ -151,9 +147,9 @@ class _Search:
         with warnings.catch_warnings(action="ignore"):  # the first space has warned
             return self._pinned(self.problems.with_zigzag_axes(axes))
 
-    def _settled(self, plan: Draft, problems: Statements) -> Draft:
+    def _settled(self, draft: Draft, problems: Statements) -> SimulatedDraft:
         """Return the plan, or one with whole parameters, where the user leaves that open."""
-        request = self.request
+        request, plan = self.request, SimulatedDraft.of(draft)
         if not request.training or request.strategy is not None or request.mode == "manual" or self.storage:
             return plan
 

@@ -124,53 +124,52 @@ def _better(best: S, found: S, is_simpler: bool) -> tuple[S, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SimulatedPlan:
-    plan: Draft
+class SimulatedDraft:
+    """A draft of a plan, and its simulated step."""
+
+    draft: Draft
     timeline: Timeline
+    """The simulated step of one micro-batch."""
+    simulated_seconds: float
+    """Seconds of a simulated step of all micro-batches."""
+
+    @classmethod
+    def of(cls, draft: Draft) -> Self:
+        """Simulate a draft."""
+        timeline = timeline_of(draft)
+        return cls(draft, timeline, simulated_seconds(draft, timeline))
 
     @property
     def space(self) -> Space:
-        return self.plan.context.space
+        return self.draft.context.space
 
     @property
     def choices(self) -> tuple[int, ...]:
-        return self.plan.answer.choices
-
-    @property
-    def simulated_seconds(self) -> float:
-        return simulated_seconds(self.plan, self.timeline)
+        return self.draft.answer.choices
 
     @property
     def priced_seconds(self) -> float:
-        return self.plan.device_seconds
+        return self.draft.device_seconds
 
-    def is_same(self, other: _SimulatedPlan) -> bool:
-        return self.plan.strategies == other.plan.strategies and self.plan.recompute == other.plan.recompute
+    def is_same(self, other: SimulatedDraft) -> bool:
+        return self.draft.strategies == other.draft.strategies and self.draft.recompute == other.draft.recompute
 
-
-def as_simulated(
-    plan: Draft, again: Again, deadline: float, space: Space | None = None, timeline: Timeline | None = None
-) -> Plan:
-    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline.
-
-    `timeline` is that of the plan, if it was simulated before.
-    """
-
-    def next_one(costs: Space, best: _SimulatedPlan, gap: float) -> _SimulatedPlan:
-        found = again(costs, best.plan, gap)
-        return _SimulatedPlan(found, timeline_of(found))
-
-    first = _SimulatedPlan(plan, timeline or timeline_of(plan))
-    found = shortest_simulated(first, next_one, deadline, space)
-    return _written(found.plan, found.timeline)
+    def written(self) -> Plan:
+        """Return the plan with the seconds of its timeline, and those that hosts add to its sum."""
+        hosts = self.timeline.launching - self.timeline.lateness
+        context = replace(self.draft.context, host_seconds=hosts)
+        plan = replace(self.draft, context=context).written()
+        workload = plan.workload and replace(plan.workload, seconds=self.simulated_seconds)
+        return replace(plan, simulated=self.timeline.seconds, workload=workload)
 
 
-def _written(draft: Draft, timeline: Timeline) -> Plan:
-    """Return the plan with the seconds of its timeline, and those that hosts add to its sum."""
-    hosts = timeline.launching - timeline.lateness
-    plan = replace(draft, context=replace(draft.context, host_seconds=hosts)).written()
-    work, seconds = plan.workload, simulated_seconds(draft, timeline)
-    return replace(plan, simulated=timeline.seconds, workload=work and replace(work, seconds=seconds))
+def as_simulated(first: SimulatedDraft, again: Again, deadline: float, space: Space | None = None) -> Plan:
+    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
+
+    def next_one(costs: Space, best: SimulatedDraft, gap: float) -> SimulatedDraft:
+        return SimulatedDraft.of(again(costs, best.draft, gap))
+
+    return shortest_simulated(first, next_one, deadline, space).written()
 
 
 def simulated_seconds(plan: Chosen, timeline: Timeline | None = None) -> float:

@@ -19,7 +19,6 @@ import numpy as np
 from autopar.console.units import format_seconds
 from autopar.costs.space.narrowed import Pins
 from autopar.costs.space.space import Space, stores_dtensors
-from autopar.costs.steps.step import step_timeline
 from autopar.errors import AnnotationError, CutOffError, InfeasibleError, StrategyError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import replicated
@@ -27,7 +26,7 @@ from autopar.planning.annotations.pins import pins_of
 from autopar.planning.planner import seconds_of_microbatch
 from autopar.planning.record import Draft
 from autopar.planning.settings import PlanContext, Settings
-from autopar.planning.simulated import simulated_seconds
+from autopar.planning.simulated import SimulatedDraft
 from autopar.solver.deadline import is_over, seconds_until
 from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import data_parallel
@@ -42,52 +41,54 @@ Again = Callable[[Pins, Settings], Draft]
 """Plan once more under pins and settings; raises what planning raises."""
 
 
-def with_storage_settled(free: Draft, annotations: tuple[Annotation, ...], again: Again, deadline: float) -> Draft:
+def with_storage_settled(
+    free: SimulatedDraft, annotations: tuple[Annotation, ...], again: Again, deadline: float
+) -> SimulatedDraft:
     """Return `free`, or a plan with whole parameters if its simulated step is not slower.
 
     `annotations` are those that the pins of `free` follow from.
     """
-    context = free.context
+    context = free.draft.context
     space, settings = context.space, context.settings
     splits, small = stores_dtensors(space, context.choices), len(space.decisions) <= SMALL
     trained = sum(_is_trained(space, number) for number in range(len(space.decisions)))
     price = trained * space.hardware.dtensor_s if splits else 0.0
-    if space.mesh.num_devices == 1 or not trained or not (small or _is_significant(price, free)):
-        return free
-    best, fastest = free, simulated_seconds(free)
     if splits and not space.hardware.is_host:  # launches cost what nothing hides
-        price = min(price, step_timeline(context.memory_model, context.choices, free.recompute).launching)
+        price = min(price, free.timeline.launching)
+    if space.mesh.num_devices == 1 or not trained:
+        return free
+    best = free
     if _is_significant(price, free):
         for pins in _with_whole_parameters(space, context.pins):
             found = _planned(again, pins, settings, deadline)
-            if found is not None and (own := simulated_seconds(found)) <= (1 + WORTH) * fastest:
-                best, fastest = _noted(found, free, own, fastest), own
-    if small and fastest > (1 + DOUBT) * _summed_seconds(best):
+            if found is not None and found.simulated_seconds <= (1 + WORTH) * best.simulated_seconds:
+                best = _noted(found, free, best)
+    if small and best.simulated_seconds > (1 + DOUBT) * _summed_seconds(best):
         for pins in _of_data_parallel(context, annotations):
             found = _planned(again, pins, settings, deadline)
-            if found is not None and (own := simulated_seconds(found)) < (1 - WORTH) * fastest:
-                best, fastest = _noted(found, free, own, fastest), own
+            if found is not None and found.simulated_seconds < (1 - WORTH) * best.simulated_seconds:
+                best = _noted(found, free, best)
     return best
 
 
-def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> Draft | None:
+def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> SimulatedDraft | None:
     """Return the plan under other pins; None if there is none in time within the limits of the settings."""
     if is_over(deadline):
         return None
     with warnings.catch_warnings(), suppress(InfeasibleError, CutOffError, TimeLimitError):
         warnings.simplefilter("ignore")  # the plan that is compared has warned
         found = again(pins, settings.lasting(seconds_until(deadline)).without_reasons())
-        return replace(found, context=replace(found.context, settings=settings))
+        return SimulatedDraft.of(replace(found, context=replace(found.context, settings=settings)))
     return None
 
 
-def _is_significant(seconds: float, plan: Draft) -> bool:
+def _is_significant(seconds: float, plan: SimulatedDraft) -> bool:
     return seconds > WORTH * _summed_seconds(plan)
 
 
-def _summed_seconds(plan: Draft) -> float:
+def _summed_seconds(plan: SimulatedDraft) -> float:
     """Return the seconds of a step of all micro-batches, by the solver's sum."""
-    return seconds_of_microbatch(plan) * plan.context.memory_model.microbatches.count
+    return seconds_of_microbatch(plan.draft) * plan.draft.context.memory_model.microbatches.count
 
 
 def _of_data_parallel(context: PlanContext, annotations: tuple[Annotation, ...]) -> Iterator[Pins]:
@@ -117,12 +118,14 @@ def _is_trained(space: Space, number: int) -> bool:
     return bool(space.optimizer.step_bytes(decision.node.meta["tensor"], space.is_matrix(number)))
 
 
-def _noted(found: Draft, free: Draft, own: float, simulated: float) -> Draft:
+def _noted(found: SimulatedDraft, free: SimulatedDraft, before: SimulatedDraft) -> SimulatedDraft:
     """Return the plan that is taken, with a note on the one that it was compared with."""
     note = (
-        f"parameters stay plain tensors: the simulated step takes {format_seconds(own)}, and "
-        f"{format_seconds(simulated)} with the plan that the sum of costs prefers"
+        f"parameters stay plain tensors: the simulated step takes {format_seconds(found.simulated_seconds)}, and "
+        f"{format_seconds(before.simulated_seconds)} with the plan that the sum of costs prefers"
     )
-    specified = {"settings": free.context.settings, "annotations": free.context.annotations}
-    context = replace(found.context, keeps_whole=True, pays_split=free.answer.multiplier > 0, **specified)
-    return replace(found, notes=(*found.notes, note), context=context)
+    draft, preferred = found.draft, free.draft
+    specified = {"settings": preferred.context.settings, "annotations": preferred.context.annotations}
+    pays_split = preferred.answer.multiplier > 0
+    context = replace(draft.context, keeps_whole=True, pays_split=pays_split, **specified)
+    return replace(found, draft=replace(draft, notes=(*draft.notes, note), context=context))

@@ -40,8 +40,9 @@ def all_parts(memory: MemoryModel) -> Iterator[Part]:
 
 def gathers_weights(memory: MemoryModel, choices: Sequence[int]) -> bool:
     """Return whether any weight is gathered during a step under these choices."""
-    parts = (part for edge in memory.space.edges for part in parts_of(memory, edge) if part.role is Role.ON_WAY)
-    return any(part.modes[0][tuple(choices[end] for end in part.ends)] for part in parts)
+    weights = (edge for edge in memory.space.edges if _is_in_transit(memory, edge))
+    on_way = ((edge, _in_transit(memory, edge).get(Role.ON_WAY)) for edge in weights)
+    return any(taken is not None and taken[choices[edge.source], choices[edge.target]] for edge, taken in on_way)
 
 
 def _node_parts(memory: MemoryModel, number: int) -> Iterator[Part]:
@@ -94,7 +95,7 @@ def _edge_parts(memory: MemoryModel, edge: TensorEdge) -> Iterator[Part]:
     elif memory.accumulation.holds(edge) and edge.source not in memory.accumulation.constants:
         kinds, casts = [space.decisions[end].kind for end in ends], map(memory.accumulation.is_cast, ends)
         yield from _of_roles(_held(memory, edge, tuple(kinds), tuple(casts)), used, ends)
-    if space.is_weight(edge.source) and used < LATE:
+    if _is_in_transit(memory, edge):
         yield from _of_roles(_in_transit(memory, edge), used, ends)
 
 
@@ -143,6 +144,10 @@ def _held(
     yield Role.ARRIVED, np.where(each_time, before, 0)
     if target == "call":
         yield Role.FRESH, np.where(each_time, 0, after)
+
+
+def _is_in_transit(memory: MemoryModel, edge: TensorEdge) -> bool:
+    return memory.space.is_weight(edge.source) and memory.lifetimes.position[edge.target] < LATE
 
 
 @_by_role

@@ -81,11 +81,11 @@ def test_a_search_that_finds_a_longer_step_keeps_the_plan_of_the_estimate(monkey
         searched.append(search(self, costs, incumbent, gap))
         return searched[0]
 
-    def seconds(plan: Draft, timeline: Timeline) -> float:
-        return (1 if plan.answer.solver == "warm start" else 2) * simulated_seconds(plan, timeline)
+    def seconds(draft: Draft, timeline: Timeline) -> float:
+        return (1 if draft.answer.solver == "warm start" else 2) * simulated_seconds(draft, timeline)
 
     monkeypatch.setattr(best_plan._Search, "again", again)
-    monkeypatch.setattr(best_plan, "simulated_seconds", seconds)
+    monkeypatch.setattr(simulated, "simulated_seconds", seconds)
     found = plan(request, space)
     assert simulated_seconds(found) == pytest.approx(estimate.seconds, rel=0.05)
     assert found.solver == "warm start" and 0 < found.bound <= found.seconds
@@ -100,8 +100,7 @@ def test_neither_the_start_nor_what_is_found_from_it_is_simulated_twice(monkeypa
         return timeline(draft)
 
     monkeypatch.setattr(best_plan, "with_storage_settled", lambda draft, *_: draft)
-    for module in (best_plan, simulated):
-        monkeypatch.setattr(module, "timeline_of", noted)
+    monkeypatch.setattr(simulated, "timeline_of", noted)
     planner, estimate = estimated()
     candidate = of_plan(plan(*space_of(planner, estimate)), estimate.microbatches)
     assert len(seen) == len(set(seen)) > 1 and candidate.seconds > 0
