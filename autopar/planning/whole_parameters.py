@@ -65,6 +65,8 @@ def with_storage_settled(
                 best = _noted(found, free, best)
     if small and best.simulated_seconds > (1 + DOUBT) * _summed_seconds(best):
         for pins in _of_data_parallel(context, annotations):
+            if all(mask[best.choices[number]] for number, mask in pins.items()):
+                continue  # it has the least sum of more plans than these
             found = _planned(again, pins, settings, deadline)
             if found is not None and found.simulated_seconds < (1 - WORTH) * best.simulated_seconds:
                 best = _noted(found, free, best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from autopar.compiler import tiles
 from autopar.costs.hardware.load import load
 from autopar.costs.plans.plan import Plan
 from autopar.ir.sharding.mesh import Mesh
+from autopar.planning import whole_parameters
+from autopar.planning.simulated import SimulatedDraft
 from tests.support.optimizing import losses_of
 from tests.support.options import by_flag
 from tests.support.ranks import Ranks
@@ -79,6 +82,25 @@ def test_what_a_user_says_about_storage_is_kept() -> None:
     needed = planned(HOST.dtensor_s).peak_bytes
     least = planned(HOST.dtensor_s, strategy="zero3").peak_bytes
     assert splits(planned(HOST.dtensor_s, memory=(needed + least) // 2)), "no plan with whole parameters fits"
+
+
+def test_a_plan_of_whole_parameters_is_compared_with_data_parallelism_if_it_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launches take most of its step, so that its sum says little, and two plans of whole parameters are compared."""
+    compared = list[bool]()
+    again = whole_parameters._planned
+
+    def noted(*query: Any) -> SimulatedDraft | None:
+        compared.append(True)
+        return again(*query)
+
+    monkeypatch.setattr(whole_parameters, "_planned", noted)
+    inputs = (torch.randn(128, 4, 4 * FEATURES),)
+    plan = autopar.plan(Embedded(), Mesh({"dp": 2}), inputs, hardware="h100")
+    preset = autopar.plan(Embedded(), Mesh({"dp": 2}), inputs, hardware="h100", strategy="data_parallel")
+    assert plan.choices == preset.choices and plan.simulated > 2 * plan.device_seconds
+    assert len(compared) == 1, "with whole parameters, which is data parallelism"
 
 
 def test_a_limit_that_costs_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
