@@ -69,7 +69,7 @@ class Measured:
 
     Stages of pipelines are solved by calls of their own, which count in the whole alone.
 
-    `step` is the predicted step in seconds, `rss_bytes` the most that the process had.
+    `step` is the simulated step in seconds, `rss_bytes` the most that the process had.
     """
 
     capture: float | None
@@ -102,7 +102,7 @@ def measure(row: Row) -> Measured:
         try:
             plan = _plan(row, model, inputs)
             outcome: dict[str, Any] = {
-                "step": plan.seconds,
+                "step": getattr(plan, "step_seconds", plan.seconds),
                 "gap": plan.gap,
                 "peak_bytes": plan.peak_bytes,
                 "solver": getattr(plan, "solver", row.schedule),
