@@ -36,10 +36,6 @@ class Move:
         return self.after[self.axes[0]]
 
     @property
-    def is_joined(self) -> bool:
-        return len(self.axes) > 1
-
-    @property
     def gathers(self) -> bool:
         """True if its forward gathers parts on every rank."""
         return self.source.is_split and self.target in (R, I)

@@ -304,14 +304,14 @@ def test_a_joined_gather_of_a_weight_is_done_again_and_of_a_frozen_one_has_no_ba
 )
 def test_what_is_not_one_collective_moves_axis_by_axis(mesh: Mesh, source: str, target: str) -> None:
     path = parameter_path(source, target, mesh)
-    assert not any(move.is_joined for move in path.moves)
+    assert all(len(move.axes) == 1 for move in path.moves)
     assert {axis for _, axis, _ in moved(path)} <= set(mesh.names)
 
 
 def test_an_activation_moves_axis_by_axis() -> None:
     for source, target in (("I I", "R R"), ("S(0) S(0)", "R R")):
         path = parameter_path(source, target, tensor=replace(PARAMETER, bucketed=False))
-        assert not any(move.is_joined for move in path.moves)
+        assert all(len(move.axes) == 1 for move in path.moves)
 
 
 def test_a_dim_that_does_not_divide_is_split_once_and_gathered_over_one_axis() -> None:
