@@ -18,6 +18,7 @@ from autopar.ir.sharding.mesh import Mesh
 from autopar.models.named import named
 from autopar.planning.pipeline.plan import PipelinePlan
 from autopar.planning.settings import context_of
+from tests.support.parity import MODELS
 from tests.support.ranks import Ranks
 
 MESH = Mesh({"dp": 2, "tp": 2})
@@ -66,15 +67,28 @@ def test_a_plan_says_what_it_is_for_in_table_page_and_file(mesh: Mesh, tmp_path:
             assert words in _words(text)
 
 
-@pytest.mark.slow
 def test_one_device_takes_what_a_plan_for_one_device_takes() -> None:
     model, inputs = named("demo", 8, 32, 2)
     alone = autopar.plan(model, Mesh({"dp": 1}), inputs)
     specified = autopar.plan(model, MESH, inputs, memory="30MB").workload
     assert specified is not None
-    assert specified.one_device.seconds == pytest.approx(alone.seconds)
+    assert specified.one_device.seconds == pytest.approx(alone.device_seconds)
     assert specified.one_device.num_bytes == alone.peak_bytes and specified.one_device.capacity == 30_000_000
     assert not specified.one_device.fits
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "spectra"])  # no bf16 of complex numbers
+def test_one_device_of_any_family_takes_what_a_plan_for_one_device_takes(name: str, precision: str | None) -> None:
+    args, kwargs = MODELS[name].inputs(0)
+    alone, split = (
+        autopar.plan(MODELS[name].build(), Mesh(axes), kwargs or args, hardware="cpu", precision=precision)
+        for axes in ({"dp": 1}, {"dp": 2, "tp": 2})
+    )
+    assert split.workload is not None
+    assert split.workload.one_device.seconds == pytest.approx(alone.device_seconds)
+    assert split.workload.one_device.num_bytes == alone.peak_bytes
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from autopar.costs.plans.workload import OneDevice, Workload
 from autopar.costs.pricing.model_flops import batch_of, model_flops
 from autopar.costs.pricing.optimizer import Optimizer
 from autopar.costs.space.call_candidates import Candidates
-from autopar.costs.space.unsharded import overlapped_of
 from autopar.ir.program.program import Program, TensorInfo, info_of
 from autopar.ir.program.recompute_segments import MODES
-from autopar.ir.sharding.layout import P
+from autopar.ir.sharding.layout import P, R
 
 WITHOUT_OPTIMIZER = "none: the forward alone"
 
@@ -80,30 +79,31 @@ def _one_device(memory: MemoryModel, limit: int | None, reserved: Reserved) -> O
     # Equal calls share their candidates.
     whole = {each: _whole(*each) for each in {(d.kind, d.candidates) for d in decisions}}
     choices = [whole[each.kind, each.candidates] for each in decisions]
-    runs = memory.microbatches.count
-    found = overlapped_of(space.program, space.hardware)
-    passes = (found.forward, found.backward) if space.program.learns else (found.forward,)
-    computing = sum(each.seconds + each.latency for each in passes)
-    stepping = sum(
-        float(decision.candidates.seconds[choice])
-        for decision, choice in zip(decisions, choices, strict=True)
-        if decision.kind == "parameter"
-    )
+    seconds = dict.fromkeys(("call", "parameter"), 0.0)
+    for decision, choice in zip(decisions, choices, strict=True):
+        if decision.kind in seconds:
+            seconds[decision.kind] += float(decision.candidates.seconds[choice])
     if memory.space.kept is not None:  # arrays of these strategies alone are smaller than those of all
         masks = {n: np.arange(len(d.candidates.strategies)) == choices[n] for n, d in enumerate(decisions)}
         memory, choices = memory.on(space.keeping(masks)), [0] * len(decisions)
     peak, _, _ = memory_use(memory, choices, dict.fromkeys(memory.lifetimes.segments, MODES[0]))
     capacity = space.hardware.memory_bytes if limit is None else limit
-    return OneDevice(computing * runs + stepping, peak, capacity, reserved.on_device(peak) - peak)
+    computing = memory.microbatches.count * seconds["call"]
+    return OneDevice(computing + seconds["parameter"], peak, capacity, reserved.on_device(peak) - peak)
 
 
 def _whole(kind: str, candidates: Candidates) -> int:
-    """Return the number of the strategy that splits nothing; of a tensor that arrives split, of its only one."""
-    for number, strategy in enumerate(candidates.strategies):
+    """Return the number of the strategy that splits nothing, best with equal gradients on all devices.
+
+    Grouped products have it as an implementation of its own alone. A tensor that arrives split has none: the only one.
+    """
+
+    def rank(number: int) -> tuple[bool, int]:
+        """Return whether a strategy splits something, and how little it is the one that runs on one device."""
+        strategy = candidates.strategies[number]
         if kind == "call":
-            is_whole = not strategy.implemented and all(choice == "-" for choice in strategy.choices)
-        else:
-            is_whole = not any(placement.is_split or placement is P for placement in strategy.outputs[0])
-        if is_whole:
-            return number
-    return 0
+            return any(choice != "-" for choice in strategy.choices), strategy.implemented
+        layout = strategy.outputs[0]
+        return any(placement.is_split or placement is P for placement in layout), layout.count(R)
+
+    return min(range(len(candidates.strategies)), key=rank)
