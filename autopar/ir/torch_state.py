@@ -8,6 +8,7 @@ call of the process.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Restore = Callable[[], object]
 
 
@@ -47,6 +49,20 @@ def saved_tensor_hooks_apart() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def fake_tensor_errors_unlogged() -> Iterator[None]:
+    """Keep PyTorch from logging a traceback for each call of fake tensors that fails inside the block.
+
+    Such a call raises all the same. The block is for calls that are tried, whose failure is an answer.
+    """
+    disabled = FAKE_TENSOR_LOG.disabled
+    FAKE_TENSOR_LOG.disabled = True
+    try:
+        yield
+    finally:
+        FAKE_TENSOR_LOG.disabled = disabled
 
 
 def _functorch_levels() -> Restore:

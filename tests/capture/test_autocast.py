@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -93,3 +94,19 @@ def test_a_call_is_told_apart_by_what_is_captured(device: str, other: str) -> No
     with autocasting(device, torch.bfloat16, True):
         assert kind_of(inputs, device) != plain
     assert _dtypes(_Of(F.relu), device, device) == [torch.bfloat16] == _dtypes(_Of(ALIKE["linear"][0]), device, device)
+
+
+def test_calls_that_are_tried_for_autocast_and_fail_are_not_logged() -> None:
+    def of_two_dtypes(x: Tensor) -> Tensor:  # x is bf16, and einsum without autocast refuses two dtypes
+        return torch.einsum("ab,bc->ac", x, torch.ones(8, 8))
+
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        assert _dtypes(_Of(of_two_dtypes), "cpu", "cpu") == [torch.bfloat16]
+    finally:
+        log.removeHandler(handler)
+    assert not seen and not log.disabled

@@ -146,8 +146,9 @@ def _plan_or_refusal(**options: Any) -> str:
         return str(error)
 
 
-def test_of_a_model_as_it_is_a_bound_is_enough_where_tiles_are_faster() -> None:
+def test_of_a_model_as_it_is_a_bound_is_enough_where_tiles_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = int(0.95 * planned().peak_bytes)
+    _weigh_tiles(monkeypatch, 0.1)
     with searches() as ended:
         assert NAME in planned(memory=limit).choices
     assert ended == [MEMORY_COSTS_TIME, FOUND]
@@ -190,7 +191,7 @@ def test_where_only_tiles_fit_no_refusal_is_worked_out() -> None:
     limit = int(0.4 * planned(recompute="none").peak_bytes)
     with searches() as ended:
         assert NAME in planned(memory=limit, recompute="none").choices
-    assert ended == [MEMORY_COSTS_TIME, FOUND]
+    assert ended == [MEMORY_COSTS_TIME, FOUND, CUT_OFF]
 
 
 def test_where_the_time_is_over_no_model_in_tiles_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.passes.traced_graph import TracedGraph, aten, call_key
 from autopar.errors import CaptureError
+from autopar.ir.torch_state import fake_tensor_errors_unlogged
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -116,7 +117,8 @@ class Casts:
         """
         device = "cuda" if self.region.key == KEYS["cuda"] else "cpu"
         try:
-            with self.draft.mode, torch.no_grad(), autocasting(device, self.region.dtype, enabled):
+            region = autocasting(device, self.region.dtype, enabled)
+            with self.draft.mode, torch.no_grad(), region, fake_tensor_errors_unlogged():
                 args, kwargs = _values_on(device, values)
                 found = target(*args, **kwargs)
         except (RuntimeError, ValueError):

@@ -116,11 +116,8 @@ def forward_terms(
     What the call reads and writes in elementwise operations other than its products takes time of its own; it is left
     out where no sizes are given.
     """
-    more = (
-        ((op.elementwise_bytes(call, local), hardware.elementwise_bytes_per_s),)
-        if op.elementwise_bytes and local
-        else ()
-    )
+    elementwise = implementation.elementwise_bytes(op, call, local) if local else 0
+    more = ((elementwise, hardware.elementwise_bytes_per_s),) if elementwise else ()
     moved = implementation.moved_bytes(op, call, local, *num_bytes)
     return ForwardTerms(peak_flops(call, op, hardware, implementation), moved, bytes_per_s, more)
 

@@ -164,6 +164,10 @@ class Implementation:
         """Return the bytes that the forward reads and writes, given those of its inputs and of its outputs."""
         return op.moved_bytes(inputs, outputs)
 
+    def elementwise_bytes(self, op: OpRule, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes that elementwise operations of the forward read and write, its matmuls excluded."""
+        return op.elementwise_bytes(call, sizes) if op.elementwise_bytes else 0
+
     def forward_bytes(self, call: Call, sizes: LocalSizes) -> int | None:
         """Return the bytes that a forward works on in addition to what it saves; None if it makes no gradients."""
         return None

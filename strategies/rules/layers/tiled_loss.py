@@ -21,6 +21,8 @@ from autopar.strategies.rules.layers.loss_rules import DIVISOR_BYTES, divisor_ov
 CLASSES = "o"
 OFFERED = (1, 4, 16, 64)
 """Numbers of tiles among which a plan chooses."""
+READ, CHANGED = 1, 2
+"""Passes over a tensor that is read, and over one that is changed in place."""
 
 
 def linear_cross_entropy(call: Call) -> OpRule:
@@ -66,11 +68,28 @@ class TiledLoss(Implementation):
         return tuple(each)
 
     def moved_bytes(self, op: OpRule, call: Call, sizes: LocalSizes, inputs: int, outputs: int) -> int:
-        """Return the bytes read and written: per tile all inputs twice, and the sums of gradients read and written.
+        """Return the bytes that products read and write.
 
-        A tile reads inputs once for the logits and once for gradients.
+        A tile reads inputs once for the logits and once for gradients, and reads and writes the sums of gradients.
         """
         return 4 * self.number * inputs + outputs
+
+    def elementwise_bytes(self, op: OpRule, call: Call, sizes: LocalSizes) -> int:
+        """Return the bytes of logits on their way to gradients, and of adding each tile's gradient of the weight.
+
+        In the order of `ir.program.operators.linear_cross_entropy`, with one pass for each tensor read or written.
+        """
+        hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+        narrow, size = hidden.dtype.itemsize, wide(hidden.dtype).itemsize
+        of_bias = bias is not None and bias.requires_grad
+        learns = hidden.requires_grad or weight.requires_grad or of_bias
+        casts = 0 if narrow == size else narrow + size
+        loss = casts + (READ + CHANGED + CHANGED + READ) * size  # amax, sub_, exp_, sum
+        gradient = casts + (CHANGED + CHANGED + READ * of_bias) * size  # div_, masked_fill_, sum of rows
+        added = 0 if narrow == size else narrow + CHANGED * size  # else the product adds to the sums
+        classes = sizes[CLASSES]
+        of_logits = _num_rows(call, sizes) * classes * (loss + gradient * learns)
+        return of_logits + self.number * classes * _features(call) * added * weight.requires_grad
 
     def forward_bytes(self, call: Call, sizes: LocalSizes) -> int:
         """Return the bytes of a tile's logits, as computed and as they become a loss; or of gradients' products."""
