@@ -49,7 +49,7 @@ HEURISTICS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "order of the whole": off((oracles.EliminationOracle, "order_of", lambda self, left: None)),
     "surroundings": off((distinct_tables, "SURROUNDINGS", 0)),
     # prices
-    "mixtures": off((search._Search, "mix", lambda self, mixture: self.is_done())),
+    "mixtures": off((search._Search, "mix", lambda self, mixture, bound: None)),
     "rough evaluations": off((search, "PRICED_NEAR", ROUNDING)),
     # high treewidth
     "arc consistency": off((message_passing, "Domains", lambda *args: None)),

@@ -87,16 +87,11 @@ def solve_ilp(
     for node, choice in enumerate(hint or ()):
         for strategy, variable in model.strategies[node].items():
             model.cp.add_hint(variable, strategy == choice)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.linearization_level = 2
-    solver.parameters.random_seed = 0
+    solver = repeatable_solver(max(0.999, tolerance / unit))
     if repeatable:
         solver.parameters.max_deterministic_time = time_limit
     else:
         solver.parameters.max_time_in_seconds = seconds_until(deadline)
-    solver.parameters.relative_gap_limit = 0.0
-    solver.parameters.absolute_gap_limit = max(0.999, tolerance / unit)
     status = solved(solver, model.cp)
     if status == cp_model.INFEASIBLE:
         return IlpResult(None, math.inf, "infeasible")
@@ -106,6 +101,16 @@ def solve_ilp(
         return IlpResult(None, -math.inf, "timeout")
     choices = tuple(next(i for i, s in node.items() if solver.boolean_value(s)) for node in model.strategies)
     return IlpResult(choices, bound, "optimal" if status == cp_model.OPTIMAL else "timeout")
+
+
+def repeatable_solver(gap: float) -> cp_model.CpSolver:
+    """Return a solver that finds the same every time, within a gap in units of the objective."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 2
+    solver.parameters.random_seed = 0
+    solver.parameters.relative_gap_limit, solver.parameters.absolute_gap_limit = 0.0, gap
+    return solver
 
 
 def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:

@@ -6,7 +6,7 @@
 2. *Price*: L(λ) = min_x [seconds(x) + Σ_r λ_r (bytes_r(x) − budget_r)] bounds every answer (Geoffrion 1974). Cutting
    planes find the λ ≥ 0 that prove most (`bounds.prices`). An oracle evaluates L: elimination exactly, or messages,
    where treewidth is too high (`oracles`). If an evaluation takes seconds, the choices that prices mix make a problem
-   of their own, whose best has some layers of each.
+   of their own, whose best has some layers of each, and whose prices are evaluated next.
 3. *Fix*: a strategy whose reduced cost at λ exceeds a margin is in no answer within that margin (`min_marginals`).
 4. *Search the rest*: little is left. It has prices of its own, and counts of how many equal layers choose what give its
    best (`remaining`). What they leave undecided is divided by what large tensors take (`branch_and_bound`).
@@ -32,7 +32,6 @@ from autopar.solver.best_below import WIDER, Best, BestBelow
 from autopar.solver.bounds.prices import (
     ROUGHLY,
     WORTHWHILE,
-    BestPrices,
     Evaluation,
     Mixture,
     OverElsewhere,
@@ -44,7 +43,7 @@ from autopar.solver.elimination.min_marginals import ReducedCosts
 from autopar.solver.ilp import solve_ilp
 from autopar.solver.oracles import EliminationOracle, MessageOracle, constant_of, oracle_of
 from autopar.solver.presolve.presolved import Presolved
-from autopar.solver.presolve.reduced_cost_fixing import only, remaining_of_each
+from autopar.solver.presolve.reduced_cost_fixing import Remaining, only, remaining_of_each
 from autopar.solver.problem import Problem
 from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances, is_closed
 
@@ -96,11 +95,6 @@ class Found:
     prices: tuple[float, ...]
     solver: str
 
-    @property
-    def gap(self) -> float:
-        """Relative gap between the choices and their bound; infinite if none were found."""
-        return (self.seconds - self.bound) / abs(self.seconds or 1.0) if self.choices is not None else math.inf
-
 
 def search(
     source: RowSource,
@@ -143,8 +137,12 @@ class _Search:
         self.first, *others = source.problems()
         self.prices = (*prices, *[0.0] * (1 + len(others) - len(prices)))
         """Prices of all rows that are stated."""
-        self.at = self.prices
+        self.at = prices or self.prices
         """Prices of the rows of the whole, which may be fewer."""
+        self.near = self.prices
+        """Prices of all rows that were the best of what was left last."""
+        self.is_priced = False
+        """True if better prices of the whole were looked for."""
         self.best = known
         self.seconds = math.inf if known is None else self.first.seconds_of(known)
         self.bound = -math.inf
@@ -155,7 +153,7 @@ class _Search:
     def begin(self, at_prices: Evaluation | None) -> None:
         """Presolve the problem, and find prices; `at_prices` is what the first ones give, if that is known."""
         self.presolved = Presolved.of(self.source.problems())
-        self.whole = oracle_of(self.presolved.problems, self.deadline)
+        self.whole = oracle_of(self.presolved.problems[: len(self.at)], self.deadline)
         self.solver = "elimination" if isinstance(self.whole, EliminationOracle) else "messages"
         self.price(at_prices)
 
@@ -199,46 +197,72 @@ class _Search:
         """Find the prices that prove most of the whole; where evaluations take seconds, those of the first rows.
 
         `evaluation` is what the first prices give, if that is known; its choices are those of the original problem.
+        Where the first ones nearly prove what is known, others are only looked for once what they leave is too wide.
         """
         is_free = all(each.budget is None for each in self.presolved.problems)
         if evaluation is None or evaluation[1] is None:
             evaluation = self.whole.at(self.at, near=self.gap if is_free else PRICED_NEAR)
+            self.note(evaluation[1])
         else:
             evaluation = evaluation[0], self.presolved.restrict(evaluation[1])
         self.bound = max(self.bound, evaluation[0])
-        self.note(evaluation[1])
-        if is_free:
+        is_near = self.is_expensive and is_closed(self.seconds, self.bound, ROUGHLY)
+        if is_free or (is_near and not self.is_priced):
             return
         while not self.is_done():
-            found, evaluation = self._best_prices(evaluation), None
+            found = best_prices(
+                self.whole,
+                self.at,
+                abs(self.bound),
+                0.0,
+                self.gap,
+                self.deadline if self.is_expensive else self.until,
+                PRICED_NEAR if self.is_expensive else WORTHWHILE,
+                min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
+                None if self.best is None else self.presolved.restrict(self.best),
+                evaluation,
+                (lambda _: False) if self.is_expensive else self._exceeds(tuple),
+                self.mix if self.is_expensive else None,
+            )
+            evaluation, self.is_priced = None, True
             self.at, self.prices = found.prices, self._of_all_rows(found.prices)
+            self.near = self.prices
             self.bound = max(self.bound, found.bound)
             if not found.is_over_elsewhere:
                 self.note(found.choices)
-            if self.is_expensive:
-                self.mix(found.mixture)
-            if not self._restate() or self.is_expensive:
+            self._restate()
+            if self.is_expensive or len(self.at) == len(self.prices):
                 return
             self.whole, self.at = oracle_of(self.presolved.problems, self.deadline), self.prices
 
-    def mix(self, mixture: Mixture) -> bool:
-        """Note the best choices that take each strategy from some of those that prices mix; return whether all is done.
+    def mix(self, mixture: Mixture, bound: float) -> tuple[float, tuple[float, ...]] | None:
+        """Note the best choices that take each strategy from some of those that prices mix; return their best prices.
 
         Equal layers change alike at a price: one solution exceeds the budget with all of them, another takes far less.
-        What they take on average is hardly more than an answer that has some layers of each.
+        What they take on average is hardly more than an answer that has some layers of each. No prices prove more of
+        the whole than of these, and those that do so are near the best of the whole.
         """
-        problem, most = self.presolved.problems[0], min(self.seconds, self.largest_seconds)
-        average = sum(weight * problem.seconds_of(choices) for choices, weight in mixture)
-        if len(mixture) > 1 and not is_closed(self.seconds, average, ROUGHLY) and not is_over(self.deadline):
-            near = only(problem, map(np.unique, np.array([choices for choices, _ in mixture]).T))
-            self._search_rest(near, most - self.bound, self.bound, is_last=False)
-        return self.is_done()
+        self.bound = max(self.bound, bound)
+        if self.is_done():
+            return -math.inf, self.at
+        if len(mixture) < 2:
+            return None
+        near = only(self.whole.problems[0], map(np.unique, np.array([choices for choices, _ in mixture]).T))
+        left = remaining_of_each(self.whole.problems, near, 0.0)
+        if math.isinf(constant := constant_of(left)) or (rows := self._rows_of(left)) is None:
+            return None
+        found = best_prices(rows, self.at, abs(self.bound), constant, 0.0, self.until)
+        if not is_closed(self.seconds, found.bound + constant, ROUGHLY):
+            self._search_rest(near, min(self.seconds, self.largest_seconds) - self.bound, self.bound, is_last=False)
+        return -math.inf if self.is_done() else found.bound + constant, found.prices
 
     def reprice(self) -> bool:
-        """Find the prices of rows that were stated since those of the whole; return whether there are any."""
-        if len(self.at) == len(self.prices):
-            return False
-        self.whole, self.at = oracle_of(self.presolved.problems, self.deadline, self.whole), self.prices
+        """Find prices of the whole, or those of rows that were stated since; return whether there are any."""
+        if self.is_priced:
+            if len(self.at) == len(self.prices):
+                return False
+            self.whole, self.at = oracle_of(self.presolved.problems, self.deadline, self.whole), self.prices
+        self.is_priced = True
         self.price()
         return True
 
@@ -316,43 +340,32 @@ class _Search:
         None if the treewidth of what is left is too high.
         """
         tolerances = self.tolerances if is_last else replace(self.tolerances, branches=False)
-        most = math.inf if isinstance(self.whole, EliminationOracle) else CHEAP_WORK
-        prices = self.prices
         while True:
             left = remaining_of_each(self.presolved.problems, near, margin)
             constant = constant_of(left)
             if math.isinf(constant):
-                return Best(None, math.inf, prices)
-            order = self.whole.order_of(left[0]) if isinstance(self.whole, EliminationOracle) else None
-            rows = EliminationOracle.of([each.problem for each in left], self.deadline, most, order)
-            if rows is None:
+                return Best(None, math.inf, self.near)
+            if (rows := self._rows_of(left)) is None:
                 return None
             below = min(reached + margin, self.seconds)
             extend = left[0].extend
             exceeds, fits = self._exceeds(extend), lambda choices, extend=extend: self.note(extend(choices))
-            rest = BestBelow(rows, constant, prices, self.bound, below, self.until, self.gap, tolerances, self.seconds)
+            rest = BestBelow(
+                rows, constant, self.near, self.bound, below, self.until, self.gap, tolerances, self.seconds
+            )
             found = rest.search(exceeds, fits)
+            self.near = found.prices
             if found.choices is not None:
                 fits(found.choices)
             if not self._restate() or self.is_done():
                 return found
-            prices = self._of_all_rows(found.prices)
 
-    def _best_prices(self, evaluation: Evaluation | None) -> BestPrices:
-        return best_prices(
-            self.whole,
-            self.at,
-            abs(self.bound),
-            0.0,
-            self.gap,
-            self.until,
-            PRICED_NEAR if self.is_expensive else WORTHWHILE,
-            min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
-            self.mix if self.is_expensive else self._exceeds(tuple),
-            None if self.best is None else self.presolved.restrict(self.best),
-            math.inf if self.is_expensive else ROUGHLY,
-            evaluation,
-        )
+    def _rows_of(self, left: Sequence[Remaining]) -> EliminationOracle | None:
+        """Return the oracle of what is left of each problem; None if its treewidth is too high."""
+        problems = [each.problem for each in left]
+        if isinstance(self.whole, MessageOracle):
+            return EliminationOracle.of(problems, self.deadline, CHEAP_WORK)
+        return EliminationOracle.of(problems, self.deadline, math.inf, self.whole.order_of(left[0]))
 
     def _exceeds(self, extend: Callable[[Sequence[int]], tuple[int, ...]]) -> OverElsewhere:
         """Return the question to the source about mixtures of choices that `extend` makes those of the presolved."""
@@ -365,7 +378,7 @@ class _Search:
         if len(problems) == len(self.presolved.problems):
             return False
         self.presolved = Presolved.of(problems)
-        self.prices = self._of_all_rows(self.prices)
+        self.prices, self.near = self._of_all_rows(self.prices), self._of_all_rows(self.near)
         return True
 
     def _of_all_rows(self, prices: Sequence[float]) -> tuple[float, ...]:

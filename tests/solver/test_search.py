@@ -25,7 +25,7 @@ from autopar.solver.oracles import MessageOracle
 from autopar.solver.problem import Edge, Node, Problem
 from autopar.solver.remaining import scip
 from autopar.solver.search import Found, Stated, search
-from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances
+from autopar.solver.tolerances import EXACT, ROUNDING, Tolerances, is_closed
 from tests.solver.random_problems import SHAPES, brute_force, layered_rows, random_rows, without_limit
 
 CLOSE = 1e-7  # of the seconds: CP-SAT counts in rounded units
@@ -68,9 +68,9 @@ def check_best(found: Found, problems: Sequence[Problem], best: float) -> None:
     check(found, problems, best)
     assert (found.choices is None) == math.isinf(best)
     if found.choices is None:
-        assert found.bound == math.inf == found.gap
+        assert found.bound == math.inf
     else:
-        assert found.seconds == pytest.approx(best, rel=CLOSE) and found.gap <= CLOSE
+        assert found.seconds == pytest.approx(best, rel=CLOSE) and is_closed(found.seconds, found.bound, CLOSE)
 
 
 @settings(deadline=None, max_examples=60)
@@ -165,7 +165,8 @@ def test_what_is_near_enough_is_no_further_from_the_best_than_it_says(
     check(found, problems, best)
     if not math.isinf(tolerances.counted) and best < math.inf:
         enough = max(tolerances.gap, tolerances.counted, tolerances.expensive if way != "cheap" else 0.0)
-        assert found.choices is not None and found.gap <= enough + scip.TOLERANCE
+        assert found.choices is not None
+        assert is_closed(found.seconds, found.bound, enough + scip.TOLERANCE)
 
 
 @settings(deadline=None, max_examples=40)
@@ -219,7 +220,7 @@ def test_the_next_margin_is_twice_as_wide_as_the_rest_proves(monkeypatch: pytest
     monkeypatch.setattr(searching, "FIRST_MARGIN", 1e-5)
     monkeypatch.setattr(searching, "PRICED_NEAR", 0.0)
     monkeypatch.setattr(searching._Search, "_search_rest", nothing)
-    monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
+    monkeypatch.setattr(searching._Search, "mix", lambda state, *_: (-math.inf, state.at) if state.is_done() else None)
     with taking("expensive"):
         search(Stated(tuple(problems)), NEVER)
     expected = 2 * proven if 1 < proven < searching.WIDER / 2 else searching.WIDER
@@ -237,7 +238,7 @@ def test_the_widest_margin_that_is_narrow_enough_is_searched_to_the_end(
         return Best(None, reached + margin, (0.0,), True, reached) if margin <= widest * reached else None
 
     monkeypatch.setattr(searching._Search, "_search_rest", narrow)
-    monkeypatch.setattr(searching._Search, "mix", lambda state, _: state.is_done())
+    monkeypatch.setattr(searching._Search, "mix", lambda state, *_: (-math.inf, state.at) if state.is_done() else None)
     monkeypatch.setattr(searching._Search, "by_ilp", lambda state: None)
     with taking("messages"):
         search(Stated(tuple(problems)), NEVER)
@@ -253,12 +254,38 @@ def test_messages_sweep_on_while_that_proves_more(monkeypatch: pytest.MonkeyPatc
         return 1e-3 * (1 - next(gains)), None
 
     monkeypatch.setattr(MessageOracle, "at", at)
-    monkeypatch.setattr(searching._Search, "price", lambda *_: None)
+    monkeypatch.setattr(searching._Search, "price", lambda state, *_, **__: setattr(state, "is_priced", True))
     monkeypatch.setattr(searching._Search, "_search_rest", lambda *_: None)
     monkeypatch.setattr(searching._Search, "by_ilp", lambda state: by_ilp.append(True))
     with taking("messages"):
         search(Stated(tuple(problems)), NEVER)
     assert patience == [PATIENCE << number for number in range(4)] and by_ilp
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, shape=shapes, count=st.integers(1, 3), way=ways, price=st.sampled_from((0.0, 0.01, 0.3)))
+def test_a_search_may_begin_at_known_choices_and_prices_of_the_first_row(
+    seed: int, shape: str, count: int, way: Way, price: float
+) -> None:
+    problems = rows_of(seed, shape, count)
+    known = search(Stated(tuple(problems)), NEVER).choices
+    with taking(way):
+        found = search(Stated(tuple(problems)), NEVER, prices=(price,), known=known)
+    check_best(found, problems, brute_force(problems))
+
+
+@pytest.mark.parametrize("price", [1e-3, 5e-4])
+def test_no_better_prices_are_looked_for_where_the_first_ones_nearly_prove_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, price: float
+) -> None:
+    nodes = tuple(Node(str(i), np.array([1.0, 2.0]), np.array([1000, 0])) for i in range(8))
+    problem = Problem(nodes, tuple(Edge((i, i + 1), np.zeros((2, 2))) for i in range(7)), budget=4040)
+    best_prices, looked = searching.best_prices, list[bool]()
+    monkeypatch.setattr(searching, "best_prices", lambda *given: looked.append(True) or best_prices(*given))
+    with taking("expensive"):
+        found = search(Stated((problem,)), NEVER, prices=(price,), known=(0, 0, 0, 0, 1, 1, 1, 1))
+    assert found.seconds == found.bound == pytest.approx(12.0)
+    assert bool(looked) is (price < 1e-3)
 
 
 @pytest.mark.parametrize("way", ["expensive", "messages"])

@@ -23,7 +23,7 @@ from autopar.solver.elimination.distinct_tables import Tables
 from autopar.solver.elimination.evaluation import evaluate, optimum
 from autopar.solver.elimination.min_marginals import reduced_costs
 from autopar.solver.infeasibility import conflicting_edges, conflicting_nodes
-from autopar.solver.presolve.pruning import prune
+from autopar.solver.presolve.pruning import prune_each
 from autopar.solver.presolve.reduced_cost_fixing import remaining_of_each
 from autopar.solver.problem import Edge, Node, Parts, Problem
 from autopar.solver.remaining.counting_ilp import best_counts
@@ -175,7 +175,7 @@ def test_every_choice_below_the_limit_remains_with_its_cost(
 ) -> None:
     problem = _random_problem(np.random.default_rng(seed), forbidden, None)
     assume(problem.forbidden_node is None)
-    pruned = prune(problem).problem
+    pruned = prune_each((problem,))[0].problem
     costs = [seconds for seconds, _ in _feasible(pruned)]
     assume(costs)
     tables = Tables(pruned)

@@ -3,8 +3,8 @@
 The best without a limit comes first, and is the answer if it fits. The bytes at one moment are one row of the problem.
 Few moments matter, and which ones is seen from choices: a search (`solver.search`) begins with a row where the backward
 begins, the fullest moment of most plans, or where the best without a limit is the fullest. It gets further rows where
-its choices exceed the limit (`moments`). If it ends without any choices, the least peak of all plans says whether there
-are some (`least_peak`), and if not, what a plan needs at least.
+its choices exceed the limit, and where a plan that it begins at fills it (`moments`). If it ends without any choices,
+the least peak of all plans says whether there are some (`least_peak`), and if not, what a plan needs at least.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _within(refusal: Refusal, limit: int, modes: Modes | None, tolerances: Toler
     if solver == "ilp":
         found = _by_ilp(moments, deadline)
     else:
-        known = _incumbent(formulation, moments, modes)
+        if (known := _incumbent(formulation, moments, modes)) is not None:
+            moments.fill_with(known)
         found = search(moments, deadline, tolerances, tuple(prices.values()), gives_up, known, at_prices)
     is_free = found.choices is not None and not any(found.prices)
     if not is_free and found.bound >= tolerances.cutoff < math.inf:

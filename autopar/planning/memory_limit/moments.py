@@ -55,6 +55,12 @@ class Moments:
         if (taken[self.numbers] <= self.limit).all():
             self.numbers = [int(taken.argmax())]
 
+    def fill_with(self, choices: tuple[int, ...]) -> None:
+        """Give moments a row at which choices fill the limit: the first of each stretch of such moments."""
+        full = np.flatnonzero(self._bytes_of(choices) >= (1 - OVER) * self.limit)
+        for number in full[np.diff(full, prepend=-2) > 1]:
+            self._add(int(number))
+
     def exceeds(self, mixture: Mixture) -> bool:
         """Give the fullest moment a row, if choices exceed the limit there on average; return whether it is a new one.
 

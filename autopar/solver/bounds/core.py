@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.solver.elimination.bucket_elimination import Bucket, Elimination, EliminationStep, bag_of
 from autopar.solver.elimination.distinct_tables import Tables
-from autopar.solver.elimination.evaluation import bag_sum
+from autopar.solver.elimination.min_marginals import cut_bag_sum
 from autopar.solver.problem import Floats, Problem
 
 MAX_BAG = 6_000_000  # entries of a bag
@@ -56,18 +56,11 @@ class Core:
             if not all(map(len, around)):
                 reached[bucket.bag[0]] = np.full(step.sizes[0], np.inf)
                 continue
-            rows = (np.arange(step.sizes[0]), *around)
-            cut = [tables[table][np.ix_(*(rows[axis] for axis in axes))] for table, axes in step.inputs]
-            inputs = tuple((number, axes) for number, (_, axes) in enumerate(step.inputs))
-            total = bag_sum(EliminationStep(tuple(map(len, rows)), inputs), cut)
-            outside: Floats = np.full((1,) * len(around), bound)  # bound of a part without nodes of the core
+            total = cut_bag_sum(step, tables, tuple(around))
+            outside: Floats = np.full((1,) * len(around), bound)
             for axis, (other, near) in enumerate(zip(bucket.bag[1:], around, strict=True)):
                 shape = [-1 if axis == dim else 1 for dim in range(len(around))]
-                outside = (
-                    np.maximum(outside, reached[other][near].reshape(shape))
-                    if axis
-                    else reached[other][near].reshape(shape)
-                )
+                outside = np.maximum(outside, reached[other][near].reshape(shape))
             least = total.min(axis=0)
             total += outside - np.where(np.isfinite(least), least, 0.0)
             reached[bucket.bag[0]] = total.min(axis=tuple(range(1, total.ndim)))

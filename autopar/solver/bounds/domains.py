@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.presolve.pruning import Pruned, prune
+from autopar.solver.presolve.pruning import Pruned, prune_each
 from autopar.solver.problem import Floats, Node, Problem
 
 _Mask = np.ndarray
@@ -97,10 +97,9 @@ def consistent(problems: Sequence[Problem]) -> list[Pruned] | None:
         if key not in shared:
             shared[key] = node.seconds if mask.all() else np.where(mask, node.seconds, np.inf)
         masked_seconds.append(shared[key])
-    found = []
+    left = []
     for each in problems:
-        nodes = (
-            Node(node.name, seconds, node.num_bytes) for node, seconds in zip(each.nodes, masked_seconds, strict=True)
-        )
-        found.append(prune(Problem(tuple(nodes), each.edges, each.budget, is_sound=True)))
-    return found
+        masked = zip(each.nodes, masked_seconds, strict=True)
+        nodes = tuple([Node(node.name, seconds, node.num_bytes) for node, seconds in masked])
+        left.append(Problem(nodes, each.edges, each.budget, is_sound=True))
+    return prune_each(left)

@@ -37,6 +37,8 @@ Evaluation = tuple[float, tuple[int, ...] | None]
 """A bound at some prices, and choices that (nearly) attain it, if any were found."""
 OverElsewhere = Callable[[Mixture], bool]
 """Predicate that is true if a mixture exceeds a budget that is no row of the problems."""
+Refine = Callable[[Mixture, float], tuple[float, tuple[float, ...]] | None]
+"""Mixture, and the best bound so far → the most that any prices prove, and the prices that may; None: unknown."""
 
 
 class PricedRows:
@@ -105,19 +107,19 @@ def best_prices(
     deadline: float,
     worthwhile: float = WORTHWHILE,
     cutoff: float = math.inf,
-    is_over_elsewhere: OverElsewhere = lambda _: False,
     known: tuple[int, ...] | None = None,
-    roughly: float = ROUGHLY,
     at_start: Evaluation | None = None,
+    is_over_elsewhere: OverElsewhere = lambda _: False,
+    refine: Refine | None = None,
 ) -> BestPrices:
     """Return the prices with the highest bound, and the fastest visited solution within all budgets.
 
     `constant` seconds are added to each solution; one within the gap is enough. Prices are looked for no longer where
     better ones could prove less than a `worthwhile` share of `scale` seconds, and choices at some prices are as near to
     the best there as what is open asks for. A bound as high as the `cutoff` ends the search. The mixture at prices that
-    are optimal but for a share that is `roughly` is checked against the budgets that are not rows. The search ends if
-    it exceeds one: with that row, other prices are optimal. Choices that are `known` to be within all budgets bound
-    what prices prove from the beginning. `at_start` is what the first prices give, if that is known.
+    are `ROUGHLY` optimal is checked against the budgets that are not rows. The search ends if it exceeds one: with that
+    row, other prices are optimal. Choices that are `known` to be within all budgets bound what prices prove from the
+    beginning. `at_start` is what the first prices give, if that is known. `refine` tells better prices than the planes.
     """
     cost = float(np.dot(start, rows.budgets))
     planes = _Planes(rows.budgets, max(BOX * cost, scale / NEARER, 1e-300))
@@ -146,17 +148,19 @@ def best_prices(
             best = replace(best, choices=choices, seconds=seconds)
         planes.lift(np.array(prices), over)
         most, wanted = planes.after(choices, seconds, over)
+        # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
+        share = 1.0 if choices in visited else NEARER
+        visited.add(choices)
+        if refine is not None and (refined := refine(planes.mixture(), best.bound)) is not None:
+            most, wanted, share = min(most, refined[0]), np.array(refined[1]), 1.0
         near = max(worthwhile, NEAR * (most - best.bound) / (scale or 1.0))
         is_near = is_closed(best.seconds + constant, best.bound + constant, gap) or best.bound >= cutoff
         is_stalled = stalled >= PATIENCE and open_there > worthwhile * scale  # only if evaluations are not exact
         is_settled = most - best.bound <= max(worthwhile * scale, open_there)  # no better price is known to prove more
         if is_near or is_stalled or is_settled or is_over(deadline):
             break
-        if most - best.bound <= roughly * scale and is_over_elsewhere(planes.mixture()):
+        if most - best.bound <= ROUGHLY * scale and is_over_elsewhere(planes.mixture()):
             return replace(best, mixture=planes.mixture(), is_over_elsewhere=True)
-        # Visited choices add no information: the optimum against them is proven there, or new choices are visited.
-        share = 1.0 if choices in visited else NEARER
-        visited.add(choices)
         prices = tuple((share * wanted + (1 - share) * np.array(best.prices)).tolist())
     return replace(best, mixture=planes.mixture())
 

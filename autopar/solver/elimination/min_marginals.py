@@ -41,7 +41,7 @@ class ReducedCosts:
     """Reduced cost of every pair of alive strategies at the ends of each edge."""
 
 
-def _cut_bag_sum(
+def cut_bag_sum(
     step: EliminationStep, tables: Sequence[Floats], rows: tuple[Integers, ...], first: Integers | None = None
 ) -> Floats:
     """Add up all tables of a step over its bag, at some strategies of the neighbours and of the node (None: all)."""
@@ -145,7 +145,7 @@ def _calibrated_steps(
         height = max(1, BLOCK // max(offset.size, 1))
         for start in range(0, step.sizes[0], height):
             first = np.arange(start, min(start + height, step.sizes[0]))
-            total = _cut_bag_sum(step, tables, rows, first)
+            total = cut_bag_sum(step, tables, rows, first)
             total += offset
             np.maximum(total, 0.0, out=total)  # rounding leaves the optimum itself a hair off zero
             least = total.min(axis=tuple(range(1, total.ndim)), initial=np.inf)

@@ -31,14 +31,10 @@ class Pruned:
         return tuple(int(np.searchsorted(kept, choice)) for kept, choice in zip(self.kept, choices, strict=True))
 
 
-def prune(problem: Problem) -> Pruned:
-    """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed."""
-    return prune_each((problem,))[0]
-
-
 def prune_each(problems: Sequence[Problem]) -> list[Pruned]:
-    """Return the same of one problem with a memory row each: they differ in bytes and budgets; equal parts are cut
-    once.
+    """Drop forbidden strategies and the edges of decided nodes; every node must have a strategy that is allowed.
+
+    The problems are one with a memory row each: they differ in bytes and budgets; equal parts are cut once.
     """
     first = problems[0]
     allowed = {id(node.seconds): node.seconds for node in first.nodes}

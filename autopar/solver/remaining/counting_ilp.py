@@ -24,7 +24,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.solver.deadline import NEVER, check, seconds_until
-from autopar.solver.ilp import SMALL_ILP, solved
+from autopar.solver.ilp import SMALL_ILP, repeatable_solver, solved
 from autopar.solver.problem import Floats, Integers
 from autopar.solver.remaining.remaining_choices import Counted, RemainingProblem, TooManyChoicesError
 from autopar.solver.remaining.scip import solve_by_scip
@@ -77,18 +77,14 @@ class _Counting:
             return Counted((), min(0.0, self.limit), True)
         constant, unit = self._minimise(tolerance)
         self._begin_with(known)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.linearization_level = 2
-        solver.parameters.random_seed = 0
+        gap = max(0.999, tolerance / 2 / unit)
+        solver = repeatable_solver(gap)
         # Counts have neither symmetries nor much to probe for: looking takes longer than the search.
         solver.parameters.symmetry_level = 0
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.max_time_in_seconds = seconds_until(deadline)
         solver.parameters.max_deterministic_time = EFFORT
-        solver.parameters.relative_gap_limit = 0.0
-        solver.parameters.absolute_gap_limit = gap = max(0.999, tolerance / 2 / unit)
         status = solved(solver, self.model)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:
@@ -106,7 +102,7 @@ class _Counting:
     def _state(self) -> bool:
         """Make the variables and say how they hang together; False where nothing is left for some bucket."""
         remaining_problem = self.remaining_problem
-        if remaining_problem.num_choices > SMALL_ILP:
+        if sum(map(len, remaining_problem.choices)) > SMALL_ILP:
             raise TooManyChoicesError
         counts = Counter(bucket.step for bucket in self.elimination.buckets)
         for step, entries in enumerate(remaining_problem.choices):

@@ -76,11 +76,6 @@ class RemainingProblem:
         self.roots = Counter(roots)
         self.outside = outside_steps(self.elimination, self.weighted, self.margin, deadline)
 
-    @property
-    def num_choices(self) -> int:
-        """Number of choices of all bags together."""
-        return sum(map(len, self.choices))
-
     @cached_property
     def choices(self) -> list[Integers]:
         """Choices of each step's bag within the margin, a row each."""

@@ -52,6 +52,13 @@ def test_a_search_begins_at_the_moment_that_the_first_choices_exceed() -> None:
     assert (over_elsewhere.numbers, over_here.numbers) == ([1], [0])
 
 
+def test_a_search_that_begins_at_choices_has_a_row_where_each_stretch_begins_at_which_they_fill_the_limit() -> None:
+    taken = np.array([100, 90, 100, 100, 20, 100])
+    moments = Moments(_stated, lambda _: taken, LIMIT, [4])
+    moments.fill_with((0,))
+    assert moments.numbers == [4, 0, 2, 5]
+
+
 def test_moments_are_added_that_choices_are_over_the_limit_at_on_average() -> None:
     moments = _moments()
     assert moments.exceeds((((0,), 0.5), ((1,), 0.5)))  # 100, 90, 90, 110

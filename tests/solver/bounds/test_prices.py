@@ -103,6 +103,18 @@ def test_choices_are_as_near_to_the_best_at_some_prices_as_what_is_open_asks_for
     assert near[0] == prices.ROUGHLY and near[-1] < near[1] and all(each >= 1e-4 for each in near), near
 
 
+def test_prices_that_are_known_to_be_better_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = EliminationOracle.of(layered_rows(3, 6, 3), NEVER, math.inf)
+    assert whole is not None
+    evaluated = _evaluations(whole, monkeypatch)
+    settled = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER)
+    before = len(evaluated)
+    refine = lambda _, bound: (settled.bound, settled.prices)  # noqa: E731
+    found = best_prices(whole, (0.0,) * 3, 7.0, 0.0, 0.0, NEVER, refine=refine)
+    assert found.prices == settled.prices and found.bound == settled.bound
+    assert before > 2 and len(evaluated) - before == 2
+
+
 def test_a_start_that_is_known_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = EliminationOracle.of(layered_rows(3, 6, 1), NEVER, math.inf)
     assert whole is not None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.presolve.contraction import contract, contract_each
-from autopar.solver.presolve.pruning import prune, prune_each
+from autopar.solver.presolve.pruning import prune_each
 from autopar.solver.problem import Edge, Node, Problem
 
 
@@ -34,7 +34,7 @@ def test_rows_that_are_pruned_together_keep_what_each_keeps_alone(seed: int) -> 
     problems = _problems(seed)
     rng = np.random.default_rng(seed)
     for together, problem in zip(prune_each(problems), problems, strict=True):
-        alone = prune(problem)
+        (alone,) = prune_each((problem,))
         assert [each.tolist() for each in together.kept] == [each.tolist() for each in alone.kept]
         assert [each.ends for each in together.problem.edges] == [each.ends for each in alone.problem.edges]
         choices = [int(rng.integers(node.num_strategies)) for node in together.problem.nodes]
