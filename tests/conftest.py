@@ -6,11 +6,16 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support.ranks import Ranks, spare_the_collector
 
 os.environ["COLUMNS"] = "120"  # tables are as wide as the terminal
+
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # an example takes longer on a busy machine
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
