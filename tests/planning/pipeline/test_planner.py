@@ -297,7 +297,7 @@ def test_within_a_limit_cuts_are_moved_where_the_simulated_step_is_shorter(monke
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
-    """The least memory of every stage of every cut, worked out one by one, is the least limit that has a plan."""
+    """The least memory of every stage of every cut, worked out one by one, is enough; one stage a rank needs it."""
     chunks = 1 if name == "1f1b" else 2
     requested = request({"pp": 2}, Schedule(name, 2, 4, chunks), num_layers=3, vocabulary=512)
     blocks = planned_blocks(requested, requested.schedule.num_stages)
@@ -314,8 +314,9 @@ def test_what_fits_by_any_cut_is_not_refused(name: str) -> None:
         return plan_pipeline(replace(requested, wanted=replace(requested.wanted, settings=Settings(Memory(memory)))))
 
     assert max(within(min(needed)).rank_bytes(rank) for rank in range(2)) <= min(needed)
-    with pytest.raises((PipelineError, InfeasibleError)):
-        within(int(0.97 * min(needed)))
+    if chunks == 1:  # several stages of a rank take less than their peaks together (`PipelinePlan.rank_bytes`)
+        with pytest.raises((PipelineError, InfeasibleError)):
+            within(int(0.97 * min(needed)))
 
 
 def test_the_first_stage_of_1f1b_keeps_more_micro_batches_than_the_last() -> None:
