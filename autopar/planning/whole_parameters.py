@@ -52,11 +52,11 @@ def with_storage_settled(
     space, settings = context.space, context.settings
     splits, small = stores_dtensors(space, context.choices), len(space.decisions) <= SMALL
     trained = sum(_is_trained(space, number) for number in range(len(space.decisions)))
+    if space.mesh.num_devices == 1 or not trained:
+        return free
     price = trained * space.hardware.dtensor_s if splits else 0.0
     if splits and not space.hardware.is_host:  # launches cost what nothing hides
         price = min(price, free.timeline.launching)
-    if space.mesh.num_devices == 1 or not trained:
-        return free
     best = free
     if _is_significant(price, free):
         for pins in _with_whole_parameters(space, context.pins):

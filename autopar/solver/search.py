@@ -210,19 +210,20 @@ class _Search:
         if is_free or (is_near and not self.is_priced):
             return
         while not self.is_done():
+            expensive = self.is_expensive
             found = best_prices(
                 self.whole,
                 self.at,
-                abs(self.bound),
-                0.0,
-                self.gap,
-                self.deadline if self.is_expensive else self.until,
-                PRICED_NEAR if self.is_expensive else WORTHWHILE,
-                min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
-                None if self.best is None else self.presolved.restrict(self.best),
-                evaluation,
-                (lambda _: False) if self.is_expensive else self._exceeds(tuple),
-                self.mix if self.is_expensive else None,
+                scale=abs(self.bound),
+                constant=0.0,
+                gap=self.gap,
+                deadline=self.deadline if expensive else self.until,
+                worthwhile=PRICED_NEAR if expensive else WORTHWHILE,
+                cutoff=min(self.tolerances.cutoff, math.nextafter(self.largest_seconds, math.inf)),
+                known=None if self.best is None else self.presolved.restrict(self.best),
+                at_start=evaluation,
+                is_over_elsewhere=(lambda _: False) if expensive else self._exceeds(tuple),
+                refine=self.mix if expensive else None,
             )
             evaluation, self.is_priced = None, True
             self.at, self.prices = found.prices, self._of_all_rows(found.prices)

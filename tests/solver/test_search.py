@@ -281,7 +281,7 @@ def test_no_better_prices_are_looked_for_where_the_first_ones_nearly_prove_what_
     nodes = tuple(Node(str(i), np.array([1.0, 2.0]), np.array([1000, 0])) for i in range(8))
     problem = Problem(nodes, tuple(Edge((i, i + 1), np.zeros((2, 2))) for i in range(7)), budget=4040)
     best_prices, looked = searching.best_prices, list[bool]()
-    monkeypatch.setattr(searching, "best_prices", lambda *given: looked.append(True) or best_prices(*given))
+    monkeypatch.setattr(searching, "best_prices", lambda *at, **by: looked.append(True) or best_prices(*at, **by))
     with taking("expensive"):
         found = search(Stated((problem,)), NEVER, prices=(price,), known=(0, 0, 0, 0, 1, 1, 1, 1))
     assert found.seconds == found.bound == pytest.approx(12.0)

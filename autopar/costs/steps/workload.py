@@ -99,7 +99,7 @@ def _whole(kind: str, candidates: Candidates) -> int:
     """
 
     def rank(number: int) -> tuple[bool, int]:
-        """Return whether a strategy splits something, and how little it is the one that runs on one device."""
+        """Return whether a strategy splits something; then whether it is an implementation, or how many axes sum."""
         strategy = candidates.strategies[number]
         if kind == "call":
             return any(choice != "-" for choice in strategy.choices), strategy.implemented
