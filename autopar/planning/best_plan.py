@@ -4,27 +4,31 @@
 2. *Storage*: a plan with whole parameters is taken in its place if that has the shorter step (`whole_parameters`).
 3. *Further searches*: with what the simulated step waits for, and positions in order where attention does not divide
    its queries (`simulated`).
+4. *Other plans*: if the step of a small graph is still clearly longer than the least sum, plans that other shares lead
+   to, and two presets, are simulated, too. Searches go on from the one of the shortest step.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from autopar.console.units import format_seconds
 from autopar.costs.memory.microbatches import Microbatches
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.narrowed import Pins, is_large
 from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
-from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
+from autopar.errors import AutoparError, CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
-from autopar.planning.planner import Statements, begun, best_plan_of
+from autopar.planning.planner import Statements, begun, best_plan_of, seconds_of_microbatch
 from autopar.planning.record import Draft
 from autopar.planning.replicated_work import (
     unused_axes,
@@ -34,10 +38,20 @@ from autopar.planning.replicated_work import (
 )
 from autopar.planning.request import PlanRequest
 from autopar.planning.settings import Settings, context_of
-from autopar.planning.simulated import SimulatedDraft, as_simulated
-from autopar.planning.whole_parameters import with_storage_settled
-from autopar.solver.deadline import after, is_over, seconds_until, whole_is_over
+from autopar.planning.simulated import (
+    SimulatedDraft,
+    is_doubtful,
+    others_by_shares,
+    shortest_simulated,
+    simulating,
+)
+from autopar.planning.whole_parameters import SMALL, with_storage_settled
+from autopar.solver.deadline import after, is_over, nothing_found, seconds_until, whole_is_over
+from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import warn_of_gradients
+
+COMPARED = ("zero1+expert_data", "hsdp")
+"""Presets that gather large weights in less time than most plans: over one axis, or one after the other."""
 
 
 def best_plan(
@@ -55,7 +69,7 @@ def best_plan(
     search = _Search(request, stated, specified, storage or {}, deadline)
     started = search.begun()
     first, in_order = search.first() if started is None else (started, None)
-    plan = as_simulated(first, search.again, deadline, in_order)
+    plan = search.shortest(first, in_order).written()
     space, choices = context_of(plan).space, context_of(plan).choices
     warn_of_plan(request, plan, space, choices, stored=bool(storage))
     unused = unused_axes(space, choices) if request.strategy is None else ()
@@ -124,7 +138,10 @@ class _Search:
         return made
 
     def again(self, costs: Space, incumbent: Draft, gap: float) -> Draft:
-        """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan."""
+        """Return the best plan under the costs of a space, up to a gap, by a search that begins at a plan.
+
+        Raises TimeLimitError if time is over before anything is proven under these costs.
+        """
         context, settings = incumbent.context, self.request.settings.lasting(seconds_until(self.deadline))
         if gap:
             settings = replace(settings, search=replace(settings.search, gap=max(gap, settings.search.gap or 0.0)))
@@ -132,6 +149,8 @@ class _Search:
             stated, same = Statements(costs, incumbent), costs.has_same_candidates(context.space)
             stated, allowed = (stated, context.pins) if same else self._pinned(stated)
             found = self._made(allowed, settings, stated)
+        if math.isinf(found.answer.bound):
+            raise TimeLimitError(nothing_found())
         kept = {"keeps_whole": context.keeps_whole, "pays_split": context.pays_split}
         own = replace(found.context, settings=context.settings, **kept)
         return replace(found, context=own, notes=(*found.notes, *incumbent.notes[-1:] * context.keeps_whole))
@@ -147,10 +166,51 @@ class _Search:
         with warnings.catch_warnings(action="ignore"):  # the first space has warned
             return self._pinned(self.problems.with_zigzag_axes(axes))
 
+    def shortest(self, first: SimulatedDraft, in_order: Space | None) -> SimulatedDraft:
+        """Return the plan of the shortest simulated step that searches lead to from the first one's."""
+        again = simulating(self.again)
+        best = shortest_simulated(first, again, self.deadline, in_order)
+        is_open = self._is_free and not best.draft.context.keeps_whole
+        if not is_open or len(best.space.decisions) > SMALL or not is_doubtful(first, best):
+            return best
+        compared = [*self._of_presets(first, best), *others_by_shares(best, again, self.deadline)]
+        found = min([best, *compared], key=lambda each: each.simulated_seconds)
+        return best if found is best else shortest_simulated(found, again, self.deadline)
+
+    @property
+    def _is_free(self) -> bool:
+        """True if the user leaves the storage of parameters open."""
+        request = self.request
+        return request.training and request.strategy is None and request.mode != "manual" and not self.storage
+
+    def _of_presets(self, first: SimulatedDraft, best: SimulatedDraft) -> Iterator[SimulatedDraft]:
+        """Yield the plans of the presets that are compared, where the request allows one and it is found in time.
+
+        Their costs are those of the rule. Their bound is that of all plans under these costs.
+        """
+        problems, _ = self._with_zigzag_axes(best.space.zigzag_axes)
+        space, every = problems.space, first.draft
+        for name in COMPARED:
+            settings = self.request.settings.lasting(seconds_until(self.deadline))
+            with warnings.catch_warnings(action="ignore"), suppress(AutoparError):
+                preset = annotations_for(name, space.program, space.mesh)
+                found = self._made(
+                    pins_of((*self.specified, *preset), space, self.request.mode, {}), settings, problems
+                )
+                own = every.context.space
+                if own.zigzag_axes != space.zigzag_axes or own.overlapped.waited:
+                    every = self.again(space, best.draft, 0.0)
+                made = SimulatedDraft.of(_bounded_by(every, found))
+                note = (
+                    f"begun at the preset {name}: its simulated step takes {format_seconds(made.simulated_seconds)}, "
+                    f"and {format_seconds(best.simulated_seconds)} with the plan that the sum of costs leads to"
+                )
+                yield replace(made, draft=replace(made.draft, notes=(*made.draft.notes, note)))
+
     def _settled(self, draft: Draft, problems: Statements) -> SimulatedDraft:
         """Return the plan, or one with whole parameters, where the user leaves that open."""
-        request, plan = self.request, SimulatedDraft.of(draft)
-        if not request.training or request.strategy is not None or request.mode == "manual" or self.storage:
+        plan = SimulatedDraft.of(draft)
+        if not self._is_free:
             return plan
 
         def again(pins: Pins, settings: Settings) -> Draft:
@@ -176,3 +236,17 @@ class _Search:
         ways = (False, True) if free else (request.reduces_each and count > 1,)
         lasting = request.conventions.main_gradients and request.training
         return [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
+
+
+def _bounded_by(every: Draft, found: Draft) -> Draft:
+    """Return the plan that was found under some pins with the bound of all plans, under the same costs."""
+    context, answer = every.context, every.answer
+    least = seconds_of_microbatch(every) - (answer.seconds - answer.bound)
+    seconds = found.answer.seconds
+    proven = {"problem": answer.problem, "row": answer.row}
+    bound = seconds - max(seconds_of_microbatch(found) - least, 0.0)
+    return replace(
+        found,
+        context=replace(found.context, pins=context.pins, settings=context.settings, **proven),
+        answer=replace(found.answer, bound=bound, multiplier=answer.multiplier, **proven),
+    )

@@ -13,6 +13,11 @@ with its new costs. Otherwise the plan before is kept, with the costs and the bo
 its timeline may differ from. If axes zigzag-shard positions that the plan has in order, the next search is of the space
 without them, and made in any case.
 
+Shares are averages of what one plan moves, not what more or less of a kind would take. So searches may circle, or end
+with a plan that moves too much: where few layers gather large experts, by up to half of a step. If the step stays
+clearly longer than the first sum, which no plan's is less than, a second series begins with half of each collective and
+goes on though its plans become longer (`others_by_shares`).
+
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
 
@@ -22,12 +27,12 @@ its step waits for, and the lateness of hosts that its step waits for in place o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, TypeVar
 
 from autopar.costs.hardware.collectives import transfer_seconds
-from autopar.costs.hardware.overlap import NOTHING, kind_of
+from autopar.costs.hardware.overlap import NOTHING, OTHERS, kind_of
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space, without_gradient
 from autopar.costs.steps.step import microbatch_seconds, step_timeline
@@ -43,6 +48,10 @@ DIFFERENT = 0.02
 """Relative to the step: costs of weights that differ by less from the timeline's are kept."""
 WORTH = 1e-3
 """Relative to the step: how much shorter the next plan's timeline has to be."""
+DOUBT = 0.05
+"""Relative to the least sum: a step that is longer by more may be far from the shortest."""
+HALF = 0.5
+"""Share of each collective of weights that is waited for, with which searches for other plans begin."""
 
 
 class Simulated(Protocol):
@@ -109,6 +118,34 @@ def shortest_simulated(
     return best
 
 
+def is_doubtful(first: Simulated, best: Simulated) -> bool:
+    """Return whether a step is clearly longer, without its launches, than the least sum, which the first plan has.
+
+    It is not where nothing hides: shares are the same for all plans.
+    """
+    step = best.timeline
+    return _hides(best.space) and step.seconds - step.launching > (1 + DOUBT) * first.priced_seconds
+
+
+def others_by_shares(best: S, again: Callable[[Space, S, float], S], deadline: float) -> Iterator[S]:
+    """Yield plans of searches that go on though a step becomes longer: each has the shares of the plan before it.
+
+    In the first one half of each collective of weights is waited for.
+    """
+    found, known = best, {OTHERS: HALF}
+    for _ in range(ROUNDS):
+        if is_over(deadline) or whole_is_over():
+            return
+        try:
+            before, found = found, again(best.space.waiting_for(known), found, 0.0)
+        except (CutOffError, InfeasibleError, TimeLimitError):
+            return
+        yield found
+        if found.is_same(before):
+            return
+        known |= _waited(found)[1]
+
+
 def _better(best: S, found: S, is_simpler: bool) -> tuple[S, bool]:
     """Return a next plan if its simulated step is shorter, or as long and the plan is the same or simpler.
 
@@ -163,13 +200,9 @@ class SimulatedDraft:
         return replace(plan, simulated=self.timeline.seconds, workload=workload)
 
 
-def as_simulated(first: SimulatedDraft, again: Again, deadline: float, space: Space | None = None) -> Plan:
-    """Write down the plan that `shortest_simulated` leads to, with the seconds of its timeline."""
-
-    def next_one(costs: Space, best: SimulatedDraft, gap: float) -> SimulatedDraft:
-        return SimulatedDraft.of(again(costs, best.draft, gap))
-
-    return shortest_simulated(first, next_one, deadline, space).written()
+def simulating(again: Again) -> Callable[[Space, SimulatedDraft, float], SimulatedDraft]:
+    """Return the search that simulates what it finds."""
+    return lambda costs, best, gap: SimulatedDraft.of(again(costs, best.draft, gap))
 
 
 def simulated_seconds(plan: Chosen, timeline: Timeline | None = None) -> float:
@@ -219,5 +252,8 @@ def waited_shares(space: Space, choices: Sequence[int], timeline: Timeline) -> t
 def _waited(found: Simulated) -> tuple[float, Mapping[str, float]]:
     """Return the same of a plan; nothing where nothing hides."""
     space = found.space
-    hides = space.hardware.communication_share < 1 and space.program.learns
-    return waited_shares(space, found.choices, found.timeline) if hides else (0.0, {})
+    return waited_shares(space, found.choices, found.timeline) if _hides(space) else (0.0, {})
+
+
+def _hides(space: Space) -> bool:
+    return space.hardware.communication_share < 1 and space.program.learns

@@ -25,7 +25,14 @@ from autopar.planning.mesh_search.candidates import of_plan
 from autopar.planning.planner import Statements, best_plan_of
 from autopar.planning.record import Draft
 from autopar.planning.settings import PlanContext, Settings, context_of
-from autopar.planning.simulated import SimulatedDraft, as_simulated, simulated_seconds, timeline_of
+from autopar.planning.simulated import (
+    Again,
+    SimulatedDraft,
+    shortest_simulated,
+    simulated_seconds,
+    simulating,
+    timeline_of,
+)
 from autopar.solver.deadline import NEVER, lasting
 from autopar.views.inspection.breakdown import LAUNCHES, breakdown
 from tests.runtime.rewrite.test_prefetch import WIDTH, Stack
@@ -46,6 +53,11 @@ def _draft(
     space: Space, pins: Pins, settings: Settings = Settings(), microbatches: Microbatches | None = None
 ) -> Draft:
     return best_plan_of([microbatches or Microbatches()], Statements(space), pins, settings)
+
+
+def _as_simulated(first: Draft, again: Again, space: Space | None = None) -> Plan:
+    """The plan that searches with the costs of simulated steps lead to."""
+    return shortest_simulated(SimulatedDraft.of(first), simulating(again), NEVER, space).written()
 
 
 def _by_the_rule(context: PlanContext) -> Draft:
@@ -86,7 +98,7 @@ def test_a_plan_that_no_search_follows_keeps_the_costs_and_the_bound_of_its_own(
         raise InfeasibleError("nothing is searched for")
 
     first = _by_the_rule(context)
-    found = as_simulated(SimulatedDraft.of(first), again, NEVER)
+    found = _as_simulated(first, again)
     assert not found.waits and found.choices == first.strategies
     assert found.seconds == pytest.approx(first.device_seconds + found.host_seconds)
     assert abs(found.simulated / found.seconds - 1) > 2 * FAR, "its step differs, and is told beside the sum"
@@ -147,7 +159,7 @@ def test_a_small_plan_has_its_simulated_step_also_if_the_time_of_the_planner_is_
     plan = _plan()
     first = _by_the_rule(context_of(plan))
     with lasting(-1.0):
-        found = as_simulated(SimulatedDraft.of(first), lambda *_: pytest.fail("no time is left to search"), NEVER)
+        found = _as_simulated(first, lambda *_: pytest.fail("no time is left to search"))
     assert found.simulated == timeline_of(first).seconds and found.choices == first.strategies
 
 
@@ -195,7 +207,7 @@ def _overlapped_by_a_longer_one() -> tuple[Draft, Plan, list[Draft]]:
         nexts.append(_draft(costs, splits_nothing))
         return nexts[-1]
 
-    return first, as_simulated(SimulatedDraft.of(first), again, NEVER), nexts
+    return first, _as_simulated(first, again), nexts
 
 
 def test_a_next_plan_whose_step_is_longer_is_not_taken() -> None:
@@ -219,7 +231,7 @@ def test_costs_whose_cheapest_moves_make_the_step_longer_are_not_taken(monkeypat
 
     first = _by_the_rule(context)
     monkeypatch.setattr(simulated, "timeline_of", longer)
-    found = as_simulated(SimulatedDraft.of(first), again, NEVER)
+    found = _as_simulated(first, again)
     assert nexts[0].strategies == first.strategies and nexts[0].context.space.overlapped.waited
     assert not found.waits and found.simulated == timeline_of(first).seconds
 
@@ -233,7 +245,7 @@ def test_a_space_with_other_axes_is_searched_once_also_where_costs_agree() -> No
         return _draft(costs, context.pins)
 
     first, other = _draft_of(plan, context), context.space.waiting_for({})
-    found = as_simulated(SimulatedDraft.of(first), again, NEVER, other)
+    found = _as_simulated(first, again, other)
     ((costs, incumbent, gap),) = searched
     assert costs.edges == other.edges and incumbent is first and gap == 0.0
     assert found.choices == plan.choices and context_of(found).space is costs
@@ -251,7 +263,7 @@ def test_a_later_search_ends_where_it_could_gain_too_little(monkeypatch: pytest.
 
     monkeypatch.setattr(simulated, "timeline_of", shorter)
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
-    as_simulated(SimulatedDraft.of(_by_the_rule(context)), again, NEVER)
+    _as_simulated(_by_the_rule(context), again)
     assert gaps[0] == 0.0 and 0 < gaps[1] <= simulated.WORTH and len(gaps) == simulated.ROUNDS - 1
 
 
@@ -268,5 +280,5 @@ def test_a_shorter_plan_is_searched_for_again_if_its_step_waits_for_more_than_it
 
     monkeypatch.setattr(simulated, "timeline_of", lambda draft: replace(timeline_of(draft), seconds=next(seconds)))
     monkeypatch.setattr(simulated, "waited_shares", lambda space, choices, timeline: (1.0, {}))
-    found = as_simulated(SimulatedDraft.of(_draft_of(plan, context_of(plan))), again, NEVER)
+    found = _as_simulated(_draft_of(plan, context_of(plan)), again)
     assert len(searched) == searches and found.simulated == simulated_seconds[-1]

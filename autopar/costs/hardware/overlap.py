@@ -25,6 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 GATHERING = "all_gather"
+OTHERS = "others"
+"""The kind of all collectives of weights whose own kind has no share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class OverlappedWork:
     @property
     def of_gathers(self) -> OverlappedWork:
         """The same for gathers alone: reductions overlap with nothing."""
-        waited = tuple(each for each in self.waited if each[0].startswith(GATHERING))
+        waited = tuple(each for each in self.waited if each[0].startswith((GATHERING, OTHERS)))
         return replace(self, backward=Pass(), waited=waited)
 
 
@@ -107,7 +109,8 @@ class Message:
 
     def waited(self, kind: str) -> float | None:
         """Return the share of a kind of collectives that a simulated step waits for; None if it has none of it."""
-        return next((share for name, share in self.overlapped.waited if name == kind), None)
+        shares = dict(self.overlapped.waited)
+        return shares.get(kind, shares.get(OTHERS))
 
     def _side(self, collective: str) -> Pass:
         return self.overlapped.forward if collective == GATHERING else self.overlapped.backward

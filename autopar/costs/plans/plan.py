@@ -113,8 +113,8 @@ class Plan:
     host: Mapping[str, int] = field(default_factory=dict)
     """Kind of host memory ("optimizer", "master copies", "staging", "activations") → bytes of each device."""
     waits: Mapping[str, float] = field(default_factory=dict)
-    """Kind of collectives of weights ("all_gather dp forward") → the share of them that the simulated step waits for,
-    if costs count that in place of the rule of `costs.hardware.overlap`."""
+    """Kind of collectives of weights ("all_gather dp forward"; "others" are those not listed) → the share of them that
+    the simulated step waits for, if costs count that in place of the rule of `costs.hardware.overlap`."""
     simulated: float = 0.0
     """Seconds of the step by its timeline, of one micro-batch as `seconds`; 0 if it has not been simulated."""
     host_seconds: float = 0.0
