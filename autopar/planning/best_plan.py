@@ -28,6 +28,7 @@ from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
 from autopar.planning.expert_notes import warn_of_unknown_experts
+from autopar.planning.memory_limit.answers import choices_of_nodes
 from autopar.planning.planner import Statements, begun, best_plan_of, seconds_of_microbatch
 from autopar.planning.record import Draft
 from autopar.planning.replicated_work import (
@@ -51,7 +52,7 @@ from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import warn_of_gradients
 
 COMPARED = ("zero1+expert_data", "hsdp")
-"""Presets that gather large weights in less time than most plans: over one axis, or one after the other."""
+"""Presets that gather large weights over one axis alone, which searches by shares may miss."""
 
 
 def best_plan(
@@ -191,6 +192,8 @@ class _Search:
         problems, _ = self._with_zigzag_axes(best.space.zigzag_axes)
         space, every = problems.space, first.draft
         for name in COMPARED:
+            if is_over(self.deadline) or whole_is_over():
+                return
             settings = self.request.settings.lasting(seconds_until(self.deadline))
             with warnings.catch_warnings(action="ignore"), suppress(AutoparError):
                 preset = annotations_for(name, space.program, space.mesh)
@@ -200,6 +203,8 @@ class _Search:
                 own = every.context.space
                 if own.zigzag_axes != space.zigzag_axes or own.overlapped.waited:
                     every = self.again(space, best.draft, 0.0)
+                if not _is_bounded_by(every, found):
+                    continue
                 made = SimulatedDraft.of(_bounded_by(every, found))
                 note = (
                     f"begun at the preset {name}: its simulated step takes {format_seconds(made.simulated_seconds)}, "
@@ -238,15 +243,24 @@ class _Search:
         return [Microbatches(count, reduce_each=each, main_gradients=lasting) for each in ways]
 
 
+def _is_bounded_by(every: Draft, found: Draft) -> bool:
+    """Return whether the bound of one draft is one of another, which may sum gradients or fetch weights otherwise."""
+    runs, problem = every.context.memory_model.microbatches, every.answer.problem
+    if found.context.memory_model.microbatches != runs:
+        return False
+    chosen = choices_of_nodes(found.answer.choices, found.answer.modes.values())
+    return problem.budget is None or (len(chosen) == len(problem.nodes) and problem.fits(problem.bytes_of(chosen)))
+
+
 def _bounded_by(every: Draft, found: Draft) -> Draft:
     """Return the plan that was found under some pins with the bound of all plans, under the same costs."""
     context, answer = every.context, every.answer
     least = seconds_of_microbatch(every) - (answer.seconds - answer.bound)
     seconds = found.answer.seconds
-    proven = {"problem": answer.problem, "row": answer.row}
     bound = seconds - max(seconds_of_microbatch(found) - least, 0.0)
+    own = replace(found.context, pins=context.pins, settings=context.settings, problem=answer.problem, row=answer.row)
     return replace(
         found,
-        context=replace(found.context, pins=context.pins, settings=context.settings, **proven),
-        answer=replace(found.answer, bound=bound, multiplier=answer.multiplier, **proven),
+        context=own,
+        answer=replace(answer, choices=found.answer.choices, modes=found.answer.modes, seconds=seconds, bound=bound),
     )

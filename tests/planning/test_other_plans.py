@@ -12,12 +12,16 @@ import torch
 import autopar
 from autopar.costs.hardware.load import load
 from autopar.costs.hardware.overlap import OTHERS, Message, OverlappedWork, Pass
+from autopar.costs.memory.microbatches import Microbatches
+from autopar.costs.memory.model import MemoryModel
+from autopar.costs.memory.moments import MemoryRow
 from autopar.costs.plans.plan import Plan
 from autopar.costs.space.space import Space
 from autopar.errors import InfeasibleError
 from autopar.ir.sharding.mesh import Mesh
 from autopar.models.catalogue import BuiltIn, LanguageModel, inputs_of
 from autopar.planning import best_plan, simulated
+from autopar.planning.formulation import Formulation
 from autopar.planning.record import Draft
 from autopar.planning.settings import context_of
 from autopar.planning.simulated import HALF, ROUNDS, SimulatedDraft, is_doubtful, others_by_shares, simulating
@@ -45,6 +49,31 @@ def test_a_plan_begins_at_a_preset_that_has_the_shorter_step(name: str, monkeypa
     assert not found.waits and 0 < found.gap < 0.05 and found.verify().ok
 
 
+@pytest.mark.slow
+def test_a_preset_within_a_limit_has_the_bound_of_all_plans_within_it() -> None:
+    memory = autopar.Memory("16GB")
+    found, preset = (_mixtral(128, (4, 8), strategy=each, memory=memory) for each in (None, best_plan.COMPARED[0]))
+    assert found.multiplier and any(best_plan.COMPARED[0] in note for note in found.notes)
+    assert found.step_seconds <= preset.step_seconds < 0.95 * _without_others(128, (4, 8), memory=memory).step_seconds
+    assert found.bound < found.seconds <= preset.seconds and found.verify().ok and not context_of(found).pins
+
+
+def test_the_bound_of_a_plan_with_other_gradient_sums_is_not_taken() -> None:
+    context = context_of(_plan())
+    found = _by_the_rule(context)
+    memory = MemoryModel(found.context.space, Microbatches(2))
+    other = replace(found, context=replace(found.context, memory_model=memory))
+    assert best_plan._is_bounded_by(found, found) and not best_plan._is_bounded_by(other, found)
+
+
+def test_the_bound_of_plans_within_a_limit_is_none_of_a_plan_beyond_it() -> None:
+    context = context_of(_plan())
+    found = _by_the_rule(context)
+    row = MemoryRow(((0, 1),))
+    problem = Formulation(found.context.space, found.context.memory_model).problem({}, row, limit=1)
+    assert not best_plan._is_bounded_by(replace(found, answer=replace(found.answer, problem=problem)), found)
+
+
 def test_a_plan_that_moves_less_is_found_though_plans_before_it_have_longer_steps() -> None:
     found = _mixtral(64, (8, 8))
     assert found.simulated < 0.8 * _without_others(64, (8, 8)).simulated
@@ -53,10 +82,10 @@ def test_a_plan_that_moves_less_is_found_though_plans_before_it_have_longer_step
     assert found.reprice().seconds == pytest.approx(found.seconds)
 
 
-def _without_others(batch: int, sizes: tuple[int, int]) -> Plan:
+def _without_others(batch: int, sizes: tuple[int, int], **options: Any) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_plan, "is_doubtful", lambda first, best: False)
-        return _mixtral(batch, sizes)
+        return _mixtral(batch, sizes, **options)
 
 
 def test_what_a_user_says_of_storage_is_compared_with_no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
