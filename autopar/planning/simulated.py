@@ -14,9 +14,9 @@ its timeline may differ from. If axes zigzag-shard positions that the plan has i
 without them, and made in any case.
 
 Shares are averages of what one plan moves, not what more or less of a kind would take. So searches may circle, or end
-with a plan that moves too much: where few layers gather large experts, by up to half of a step. If the step stays
-clearly longer than the first sum, which no plan's is less than, a second series begins with half of each collective and
-goes on though its plans become longer (`others_by_shares`).
+with a plan that moves too much; where few layers gather large experts, its step took up to 1.5 times as long as
+another's. If the step stays clearly longer than the first sum, the least of all, a second series begins with half of
+each collective and goes on though its plans become longer (`others_by_shares`).
 
 Hosts launch all choices alike but for collectives. No search prices launches; the plan that is kept counts those that
 its step waits for, and the lateness of hosts that its step waits for in place of all that its costs price:
