@@ -26,7 +26,7 @@ import autopar
 from autopar.costs.plans.plan import Plan
 from autopar.errors import AutoparError
 from autopar.ir.sharding.mesh import Mesh
-from autopar.models.catalogue import BuiltIn, EncoderDecoder, ImageClassifier, LanguageModel, inputs_of
+from autopar.models.catalogue import BuiltIn, LanguageModel, inputs_of
 from autopar.planning import best_plan
 from benchmarks.ablation import MODELS as OF_ABLATION
 
@@ -65,10 +65,8 @@ MODELS: dict[str, BuiltIn] = {
     "olmoe": OF_ABLATION["olmoe-7b"],
     "falcon": OF_ABLATION["falcon-40b"],
     "qwen2": OF_ABLATION["qwen2-1.5b"],
-    "dinov2": BuiltIn(ImageClassifier, "Dinov2Config", OF_ABLATION["dinov2-large"].sizes),
-    "bart": BuiltIn(
-        EncoderDecoder, "BartConfig", OF_ABLATION["bart-large"].sizes, ("encoder_layers", "decoder_layers")
-    ),
+    "dinov2": OF_ABLATION["dinov2-large"],
+    "bart": OF_ABLATION["bart-large"],
 }
 
 
@@ -91,13 +89,12 @@ class Question:
 
     def plan(self, strategy: str | None = None) -> Plan:
         """Return the plan with a strategy, or the one without."""
-        found, axes = (
-            MODELS[self.model],
-            "ep" if MODELS[self.model].config(1).to_dict().get("num_experts_per_tok") else "tp",
-        )
+        found = MODELS[self.model]
+        config = found.config(self.layers)
         with torch.device("meta"):
-            model = found.wrapper(found.config(self.layers))
-        mesh = Mesh(dict(zip(("dp", axes), self.mesh, strict=True)), hardware=self.hardware)
+            model = found.wrapper(config)
+        axes = "dp", "ep" if "num_experts_per_tok" in config.to_dict() else "tp"
+        mesh = Mesh(dict(zip(axes, self.mesh, strict=True)), hardware=self.hardware)
         inputs = inputs_of(found, self.batch, self.sequence)
         return autopar.plan(
             model, mesh, inputs, precision="bf16-mixed", strategy=strategy, memory=autopar.Memory(self.memory)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from autopar.costs.space.narrowed import Pins, is_large
 from autopar.costs.space.notes import notes_on_moves
 from autopar.costs.space.space import Space
 from autopar.costs.space.zigzag_axes import is_worth_another_search, possible_zigzag_axes, zigzag_axes_of
-from autopar.errors import AutoparError, CutOffError, InfeasibleError, TimeLimitError
+from autopar.errors import CutOffError, InfeasibleError, TimeLimitError
 from autopar.ir.sharding.annotation import Annotation
 from autopar.ir.sharding.layout import Layout
 from autopar.planning.annotations.pins import pins_of
@@ -46,9 +46,8 @@ from autopar.planning.simulated import (
     shortest_simulated,
     simulating,
 )
-from autopar.planning.whole_parameters import SMALL, with_storage_settled
+from autopar.planning.whole_parameters import SMALL, pins_of_preset, planned_under, with_storage_settled
 from autopar.solver.deadline import after, is_over, nothing_found, seconds_until, whole_is_over
-from autopar.strategies.presets import annotations_for
 from autopar.strategies.presets.data import warn_of_gradients
 
 COMPARED = ("zero1+expert_data", "hsdp")
@@ -190,38 +189,34 @@ class _Search:
         Their costs are those of the rule. Their bound is that of all plans under these costs.
         """
         problems, _ = self._with_zigzag_axes(best.space.zigzag_axes)
-        space, every = problems.space, first.draft
-        for name in COMPARED:
-            if is_over(self.deadline) or whole_is_over():
-                return
-            settings = self.request.settings.lasting(seconds_until(self.deadline))
-            with warnings.catch_warnings(action="ignore"), suppress(AutoparError):
-                preset = annotations_for(name, space.program, space.mesh)
-                found = self._made(
-                    pins_of((*self.specified, *preset), space, self.request.mode, {}), settings, problems
-                )
-                own = every.context.space
-                if own.zigzag_axes != space.zigzag_axes or own.overlapped.waited:
-                    every = self.again(space, best.draft, 0.0)
-                if not _is_bounded_by(every, found):
+        space, own = problems.space, first.space
+        is_of_rule = own.zigzag_axes == space.zigzag_axes and not own.overlapped.waited
+        with suppress(CutOffError, InfeasibleError, TimeLimitError):
+            every = first.draft if is_of_rule else self.again(space, best.draft, 0.0)
+            for name in COMPARED:
+                pins = pins_of_preset(name, self.specified, space)
+                if pins is None:
                     continue
-                made = SimulatedDraft.of(_bounded_by(every, found))
+                found = planned_under(self._under(problems), pins, self.request.settings, self.deadline)
+                if found is None or not _is_bounded_by(every, found.draft):
+                    continue
                 note = (
-                    f"begun at the preset {name}: its simulated step takes {format_seconds(made.simulated_seconds)}, "
+                    f"begun at the preset {name}: its simulated step takes {format_seconds(found.simulated_seconds)}, "
                     f"and {format_seconds(best.simulated_seconds)} with the plan that the sum of costs leads to"
                 )
-                yield replace(made, draft=replace(made.draft, notes=(*made.draft.notes, note)))
+                made = _bounded_by(every, found.draft)
+                yield replace(found, draft=replace(made, notes=(*made.notes, note)))
 
     def _settled(self, draft: Draft, problems: Statements) -> SimulatedDraft:
         """Return the plan, or one with whole parameters, where the user leaves that open."""
         plan = SimulatedDraft.of(draft)
         if not self._is_free:
             return plan
+        return with_storage_settled(plan, self.specified, self._under(problems), self.deadline)
 
-        def again(pins: Pins, settings: Settings) -> Draft:
-            return self._made(pins, settings, problems)
-
-        return with_storage_settled(plan, self.specified, again, self.deadline)
+    def _under(self, problems: Statements) -> Callable[[Pins, Settings], Draft]:
+        """Return the search of these problems under pins and settings."""
+        return lambda pins, settings: self._made(pins, settings, problems)
 
     def _made(self, pins: Pins, settings: Settings, problems: Statements) -> Draft:
         searched = replace(self.request, settings=settings).searched

@@ -60,20 +60,20 @@ def with_storage_settled(
     best = free
     if _is_significant(price, free):
         for pins in _with_whole_parameters(space, context.pins):
-            found = _planned(again, pins, settings, deadline)
+            found = planned_under(again, pins, settings, deadline)
             if found is not None and found.simulated_seconds <= (1 + WORTH) * best.simulated_seconds:
                 best = _noted(found, free, best)
     if small and best.simulated_seconds > (1 + DOUBT) * _summed_seconds(best):
         for pins in _of_data_parallel(context, annotations):
             if all(mask[best.choices[number]] for number, mask in pins.items()):
                 continue  # it has the least sum of more plans than these
-            found = _planned(again, pins, settings, deadline)
+            found = planned_under(again, pins, settings, deadline)
             if found is not None and found.simulated_seconds < (1 - WORTH) * best.simulated_seconds:
                 best = _noted(found, free, best)
     return best
 
 
-def _planned(again: Again, pins: Pins, settings: Settings, deadline: float) -> SimulatedDraft | None:
+def planned_under(again: Again, pins: Pins, settings: Settings, deadline: float) -> SimulatedDraft | None:
     """Return the plan under other pins; None if there is none in time within the limits of the settings."""
     if is_over(deadline):
         return None
@@ -95,10 +95,18 @@ def _summed_seconds(plan: SimulatedDraft) -> float:
 
 def _of_data_parallel(context: PlanContext, annotations: tuple[Annotation, ...]) -> Iterator[Pins]:
     """Yield the pins of the preset with whole parameters, if the batch divides."""
-    space = context.space
-    with suppress(StrategyError, AnnotationError):
-        preset = annotations_for(data_parallel.__name__, space.program, space.mesh)
-        yield from _with_whole_parameters(space, pins_of((*annotations, *preset), space, "auto", {}))
+    pins = pins_of_preset(data_parallel.__name__, annotations, context.space)
+    if pins is not None:
+        yield from _with_whole_parameters(context.space, pins)
+
+
+def pins_of_preset(name: str, annotations: tuple[Annotation, ...], space: Space) -> Pins | None:
+    """Return the pins of a preset and of annotations; None if they do not suit each other or the space."""
+    with warnings.catch_warnings(), suppress(StrategyError, AnnotationError):
+        warnings.simplefilter("ignore")  # the plan that is compared has warned
+        preset = annotations_for(name, space.program, space.mesh)
+        return pins_of((*annotations, *preset), space, "auto", {})
+    return None
 
 
 def _with_whole_parameters(space: Space, pins: Pins) -> Iterator[Pins]:

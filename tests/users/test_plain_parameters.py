@@ -89,13 +89,13 @@ def test_a_plan_of_whole_parameters_is_compared_with_data_parallelism_if_it_is_a
 ) -> None:
     """Launches take most of its step, so that its sum says little, and two plans of whole parameters are compared."""
     compared = list[bool]()
-    again = whole_parameters._planned
+    again = whole_parameters.planned_under
 
     def noted(*query: Any) -> SimulatedDraft | None:
         compared.append(True)
         return again(*query)
 
-    monkeypatch.setattr(whole_parameters, "_planned", noted)
+    monkeypatch.setattr(whole_parameters, "planned_under", noted)
     inputs = (torch.randn(128, 4, 4 * FEATURES),)
     plan = autopar.plan(Embedded(), Mesh({"dp": 2}), inputs, hardware="h100")
     preset = autopar.plan(Embedded(), Mesh({"dp": 2}), inputs, hardware="h100", strategy="data_parallel")
